@@ -10,7 +10,6 @@ import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from functools import partial, wraps
 from types import NoneType
 from typing import (
@@ -22,7 +21,6 @@ from typing import (
     TypeVar,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 from nf4conv.errors import OptionError, PlanError
@@ -34,17 +32,17 @@ OutT = TypeVar("OutT")
 ResultT = TypeVar("ResultT")
 
 
-class Group(Enum):
-    """Names the groups of options, in the order in which --help shows them."""
-
-    USUAL = "Usual"
-    RESULT = "What is made"
-    WEIGHTS = "Which weights"
-    CHECKS = "Checks"
-    PUBLISHING = "Publishing"
-    SOURCE = "Where it comes from"
-    MACHINE = "This machine"
-    DISPLAY = "What is shown"
+GROUPS: Final = (
+    "Usual",
+    "What is made",
+    "Which weights",
+    "Checks",
+    "Publishing",
+    "Where it comes from",
+    "This machine",
+    "What is shown",
+)
+"""The groups of options, in the order in which --help shows them."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Option:
     """Describes an option of a command: a field of its class of options."""
 
     text: str  # a sentence or two
-    group: Group | None = None  # None shows it in the group of the class that declares it
+    group: str = ""  # of GROUPS; if empty, that of the class that declares it
     metavar: str | None = None  # stands for its value in --help
     unset: str = ""  # what None takes, to be shown as the default
     needs: str = ""  # the option without which this one has no effect
@@ -95,27 +93,19 @@ def option(text: str, *, default: Any = None, **more: Any) -> Any:
     )
 
 
-def options_of(kind: Any) -> list[Option]:
+def options_of(kind: Any) -> tuple[Option, ...]:
     """Returns the options of a command, in the order of their groups.
 
     A command whose class declares a field again with `init=False` does not have that option.
     """
-    if kind not in _OPTIONS:
-        hints = get_type_hints(kind)
-        found = []
-        for one in fields(kind):
-            if one.init:
-                said = one.metadata["option"]
-                declares = next(base for base in kind.__mro__ if one.name in base.__annotations__)
-                group = said.group or declares.group
-                known = {"name": one.name, "hint": hints[one.name], "default": one.default}
-                found.append(replace(said, group=group, **known))
-        order: list[Any] = list(Group)
-        _OPTIONS[kind] = sorted(found, key=lambda option: order.index(option.group))
-    return _OPTIONS[kind]
-
-
-_OPTIONS: Final[dict[Any, list[Option]]] = {}
+    found = []
+    for one in fields(kind):
+        if one.init:
+            said = one.metadata["option"]
+            declares = next(base for base in kind.__mro__ if one.name in base.__annotations__)
+            known = {"name": one.name, "hint": one.type, "default": one.default}
+            found.append(replace(said, group=said.group or declares.group, **known))
+    return tuple(sorted(found, key=lambda option: GROUPS.index(option.group)))
 
 
 def deciding(options: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
-from nf4conv.declaring import Checked, Group, Option, option
+from nf4conv.declaring import Checked, Option, option
 
 QuantType: TypeAlias = Literal["nf4", "fp4"]
 Blocksize: TypeAlias = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -36,7 +36,7 @@ def _is_part(part: str) -> bool:
     return match is not None and 1 <= int(match[1]) <= int(match[2])
 
 
-def _device(text: str, group: Group | None = None) -> Any:
+def _device(text: str, group: str = "") -> Any:
     expected = "auto, cpu, cuda or cuda:N (cuda is an NVIDIA GPU; anywhere else, cpu is the one)"
     return option(text, default="auto", group=group, check=_is_device, expected=expected)
 
@@ -48,7 +48,7 @@ class SourceOptions(Checked):
     For models on the Hub, the environment variables of huggingface_hub apply as well.
     """
 
-    group: ClassVar = Group.SOURCE
+    group: ClassVar = "Where it comes from"
 
     revision: str | None = option("Take this branch, tag or commit on the Hub.", unset="main")
     subfolder: str | None = option("Take the checkpoint in this subfolder.")
@@ -71,7 +71,7 @@ class SourceOptions(Checked):
 class MachineOptions(Checked):
     """Says how a command uses the machine. No option of this class changes a byte of the result."""
 
-    group: ClassVar = Group.MACHINE
+    group: ClassVar = "This machine"
 
     device: str = _device("Compute on auto, cpu, cuda or cuda:N.")
     workers: int = option("Use so many threads; 0 lets nf4conv choose.", default=0, most=1024)
@@ -92,9 +92,7 @@ class MachineOptions(Checked):
 class RunOptions(MachineOptions):
     """Says how a command that writes a checkpoint uses the machine."""
 
-    device: str = _device(
-        "Compute on auto, cpu, cuda, cuda:N, cuda:all or cuda:0,cuda:1.", Group.USUAL
-    )
+    device: str = _device("Compute on auto, cpu, cuda, cuda:N, cuda:all or cuda:0,cuda:1.", "Usual")
     ray: bool = option(
         "Spread the work over the Ray cluster of RAY_ADDRESS, or a local one.", default=False
     )
@@ -104,15 +102,13 @@ class RunOptions(MachineOptions):
         check=_is_part,
         expected="I/N with I from 1 to N, such as 2/3",
     )
-    overwrite: bool = option(
-        "Delete what is in OUT, and start anew.", default=False, group=Group.USUAL
-    )
+    overwrite: bool = option("Delete what is in OUT, and start anew.", default=False, group="Usual")
     verify: bool = option(
-        "Read the result back and compare it with SRC.", default=False, group=Group.USUAL
+        "Read the result back and compare it with SRC.", default=False, group="Usual"
     )
     tolerance: float | None = option(
         "With --verify, let no weight have a larger relative error.",
-        group=Group.CHECKS,
+        group="Checks",
         unset="0.112 for NF4 in blocks of 64",
         needs="verify",
         most=2,
@@ -128,7 +124,7 @@ class RunOptions(MachineOptions):
 class PushOptions(SourceOptions):
     """Says where a checkpoint comes from, and where a result goes on the Hub."""
 
-    group: ClassVar = Group.PUBLISHING
+    group: ClassVar = "Publishing"
 
     push_to_hub: str | None = option(
         "Upload shards to this model repository as they are made.", metavar="REPO"
@@ -147,7 +143,7 @@ class QuantizeOptions(PushOptions, RunOptions):
     """
 
     command: ClassVar[str] = "quantize"
-    group: ClassVar = Group.RESULT
+    group: ClassVar = "What is made"
 
     quant_type: QuantType | None = option("Pack weights to this type.", unset="nf4, or SRC's own")
     blocksize: Blocksize | None = option(
@@ -164,24 +160,24 @@ class QuantizeOptions(PushOptions, RunOptions):
     )
     include: Names = option(
         "Pack only tensors whose names match this pattern, also in vision and audio parts.",
-        group=Group.WEIGHTS,
+        group="Which weights",
         default=(),
         metavar="GLOB",
     )
     exclude: Names = option(
-        "Keep tensors whose names match.", group=Group.WEIGHTS, default=(), metavar="GLOB"
+        "Keep tensors whose names match.", group="Which weights", default=(), metavar="GLOB"
     )
     moe: Literal["packed", "portable"] | None = option(
         "Pack experts, which transformers 5 loads with nf4conv, or keep them in 16 bits, which "
         "loads everywhere.",
-        group=Group.WEIGHTS,
+        group="Which weights",
         unset="packed if they are most of the model and nothing is pushed",
     )
     max_shard_size: int = option(_SHARD_SIZE, default=10**9, least=1, is_size=True)
     lora: Names = option(
         "First merge this PEFT adapter, a folder or model on the Hub, into the 16-bit SRC (or the "
         "4-bit one that it was trained on).",
-        group=Group.USUAL,
+        group="Usual",
         default=(),
         metavar="ADAPTER",
     )
@@ -189,20 +185,17 @@ class QuantizeOptions(PushOptions, RunOptions):
         "Store codes as uint8, or for FSDP in a float dtype.", unset="uint8, or SRC's own"
     )
     base_model: str | None = option(
-        "Name this original in the model card.",
-        group=Group.PUBLISHING,
-        metavar="REPO",
-        unset="by SRC",
+        "Name this original in the model card.", group="Publishing", metavar="REPO", unset="by SRC"
     )
     scales: Scales | None = option(
         "Scale blocks as bitsandbytes does, or search for scales with smaller errors.",
-        group=Group.USUAL,
+        group="Usual",
         unset="absmax, or SRC's own",
     )
     calibrate: str | None = option(
         "Lose less: let the model read this text (.txt, .jsonl, .npy; 'default' for what nf4conv "
         "ships) meanwhile.",
-        group=Group.USUAL,
+        group="Usual",
         metavar="TEXT",
     )
     calibrate_output: Literal["qkv", "all"] | None = option(
@@ -220,7 +213,7 @@ class DequantizeOptions(SourceOptions, RunOptions):
     """Says what `dequantize` makes of a 4-bit checkpoint, where that comes from, and how."""
 
     command: ClassVar[str] = "dequantize"
-    group: ClassVar = Group.RESULT
+    group: ClassVar = "What is made"
 
     dtype: Literal["bfloat16", "float16", "float32", "fp8"] | None = option(
         "Store weights in this dtype (short: bf16, fp16, fp32). fp8 is for MXFP4 experts of a "
@@ -234,7 +227,7 @@ class DequantizeOptions(SourceOptions, RunOptions):
     lora: Names = option(
         "Merge this PEFT adapter into the decoded weights: a folder, or a model on the Hub, with "
         "or without @revision.",
-        group=Group.USUAL,
+        group="Usual",
         default=(),
         metavar="ADAPTER",
     )
@@ -250,7 +243,7 @@ WritingOptions: TypeAlias = QuantizeOptions | DequantizeOptions
 class VerifyOptions(SourceOptions, MachineOptions):
     """Says what `verify` requires of a checkpoint, and what it compares it with."""
 
-    group: ClassVar = Group.CHECKS
+    group: ClassVar = "Checks"
 
     source: str | Path | None = option(
         "Compare every value with this checkpoint, such as the one that PATH was made from.",
@@ -277,7 +270,7 @@ class VerifyOptions(SourceOptions, MachineOptions):
 class EvaluateOptions(SourceOptions, MachineOptions):
     """Says how `evaluate` compares models in 4 bits with their original."""
 
-    group: ClassVar = Group.CHECKS
+    group: ClassVar = "Checks"
 
     source: str | Path = field(
         metadata={
@@ -290,9 +283,7 @@ class EvaluateOptions(SourceOptions, MachineOptions):
         unset="Python's own reference",
     )
     tokens: int | None = option(
-        "Read this number of tokens.",
-        unset="16384, or fewer, to write no more than 2 GiB",
-        least=2,
+        "Read this number of tokens.", unset="16384, or fewer, to write no more than 2 GiB", least=2
     )
     max_kl: float | None = option("Let the mean divergence be no larger, in nats.", metavar="NATS")
     workers: int = field(default=0, init=False)

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from nf4conv.cli.running import show_log
-from nf4conv.declaring import Group, Option, options_of, typed
+from nf4conv.declaring import GROUPS, Option, options_of, typed
 from nf4conv.options import DTYPES
 
 Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
@@ -99,7 +99,7 @@ class Dtype(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
 class GroupedOption(click.Option):
     """Is an option that --help shows in a group."""
 
-    def __init__(self, *names: Any, group: Group, **attributes: Any) -> None:
+    def __init__(self, *names: Any, group: str, **attributes: Any) -> None:
         super().__init__(*names, **attributes)
         self.group = group
 
@@ -202,7 +202,7 @@ def display_options(*names: str) -> Decorator:
     def declare(command: Callable[..., None]) -> Callable[..., None]:
         for name in reversed(names):
             spellings, attributes = _DISPLAY[name]
-            add = click.option(*spellings, cls=GroupedOption, group=Group.DISPLAY, **attributes)
+            add = click.option(*spellings, cls=GroupedOption, group="What is shown", **attributes)
             command = add(command)
         return command
 
@@ -226,15 +226,15 @@ class Command(click.Command):
 
 def grouped(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, list[click.Option]]]:
     """Yields the title of each group that a command has, and the group's options."""
-    members: dict[Group, list[click.Option]] = {group: [] for group in Group}
+    members: dict[str, list[click.Option]] = {group: [] for group in GROUPS}
     for parameter in command.get_params(ctx):
         if isinstance(parameter, GroupedOption):
             members[parameter.group].append(parameter)
         elif isinstance(parameter, click.Option):
-            members[Group.DISPLAY].append(parameter)  # --help, which click adds by itself
+            members["What is shown"].append(parameter)  # --help, which click adds by itself
     for group, options in members.items():
         if options:
-            yield group.value, options
+            yield group, options
 
 
 def examples(*lines: str) -> str:
