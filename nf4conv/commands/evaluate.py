@@ -165,9 +165,10 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
     window = min(_WINDOWS[kind], getattr(config, "max_position_embeddings", None) or _TOKENS)
     wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
     name = _SHIPPED_TEXT if options.text is None else Path(options.text).name
+    mask: int | None = None
+    ends: tuple[int, ...] = ()
     if name.endswith(".npy"):
         ids = read_ids(Path(str(options.text))).reshape(-1)[:wanted].astype(np.int64)
-        mask, ends = None, ()
     else:
         ids, mask, ends = _tokenized(first.folder, options.text, wanted)
     if kind == "causal":
