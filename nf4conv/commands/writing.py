@@ -91,6 +91,8 @@ def describe(plan: AnyPlan) -> PlanReport:
 def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
     """Carries out a plan, in as many processes as the options say, and uploads the result."""
     started = time.perf_counter()
+    # before anything is removed: --overwrite of a run that is spread empties OUT first of all
+    require_apart(_source_folder(plan), out)
     options = in_parts(plan, options, out)
     if options.is_spread:
         from nf4conv.commands.spread import carry_out  # few runs need to import it
@@ -98,7 +100,6 @@ def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
         return carry_out(plan, execute, out, options)
     plan = plan_part(plan, options)
     tell_what_is_read(plan, options)
-    require_apart(_source_folder(plan), out)
     if (
         isinstance(plan, WritingPlan)
         and isinstance(options, QuantizeOptions)

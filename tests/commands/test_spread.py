@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import nf4conv
 from nf4conv.commands.spread import find_places, make_part
-from nf4conv.errors import OptionError, PlanError, SourceError
+from nf4conv.errors import OptionError, OutputError, PlanError, SourceError
 from nf4conv.options import RunOptions
 
 OPTIONS = {"max_shard_size": 60_000}
@@ -159,6 +159,13 @@ def assert_error_object(output: str, line: str) -> None:
     found = json.loads(output)
     assert f"Error: {found['error']}\n" == line
     assert found["exit_code"] == 2
+
+
+def test_the_source_is_never_emptied(source: Path):
+    before = contents(source)
+    with pytest.raises(OutputError, match="is the source folder"):
+        nf4conv.quantize(source, source, **TWO, **OPTIONS, overwrite=True)
+    assert contents(source) == before
 
 
 def test_however_a_run_ends_nobody_is_left_and_it_resumes(tmp_path: Path):
