@@ -47,6 +47,7 @@ def dequantize(source: str | Path, out: str | Path, options: DequantizeOptions) 
     return convert(source, Path(out), options, make_plan)
 
 
+@uncollected()
 def dry_run(source: str | Path, options: DequantizeOptions) -> PlanReport:
     """Describes what decoding a checkpoint would do."""
     return describe(plan_part(make_plan(source, options), options))

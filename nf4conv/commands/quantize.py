@@ -112,6 +112,7 @@ def plan_quantize(source: str | Path, options: QuantizeOptions) -> Plan:
     return Plan(plan_part(make_plan(source, options), options), options)
 
 
+@uncollected()
 def dry_run(source: str | Path, options: QuantizeOptions) -> PlanReport:
     """Describes what quantizing a checkpoint would do."""
     return describe(plan_part(make_plan(source, options), options))

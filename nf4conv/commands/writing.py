@@ -36,7 +36,6 @@ from nf4conv.run.parts import finish_without_source
 from nf4conv.sources.reader import read_small, reading_speed
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.folders import remove
-from nf4conv.system.machine import uncollected
 
 if TYPE_CHECKING:
     from nf4conv.output.push import Push
@@ -68,7 +67,6 @@ def convert(
     return execute(plan, out, options)
 
 
-@uncollected()
 def describe(plan: AnyPlan) -> PlanReport:
     """Describes what carrying out a plan would do."""
     rows = plan.rows()

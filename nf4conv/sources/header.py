@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import DTYPE_BITS
@@ -31,6 +31,9 @@ MOST_TENSORS: Final = 1_000_000
 
 MOST_DIMENSIONS: Final = 64  # as torch
 LARGEST_SIZE: Final = 2**63  # sizes of tensors are int64 everywhere
+
+_Known: TypeAlias = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int]]
+"""The shape of tensors of a dtype and a shape, so that memory holds it once, and their bytes."""
 
 _POINTER: Final = b"version https://git-lfs"
 """How a file of git-lfs begins that has not been fetched."""
@@ -91,8 +94,8 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
         ) from error
     table.pop(METADATA_KEY, None)
     data_start = LENGTH_BYTES + len(raw)
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-    tensors = [_parse_entry(path, name, table.pop(name), data_start, shapes) for name in [*table]]
+    known: _Known = {}
+    tensors = [_parse_entry(path, name, table.pop(name), data_start, known) for name in [*table]]
     tensors.sort(key=attrgetter("start", "stop"))
     _check_coverage(path, tensors, data_start, size)
     return tuple(tensors)
@@ -118,56 +121,47 @@ def check_name(path: Path, name: str) -> None:
         )
 
 
-def _parse_entry(
-    path: Path,
-    name: str,
-    entry: Any,
-    data_start: int,
-    shapes: dict[tuple[int, ...], tuple[int, ...]],
-) -> TensorInfo:
-    """Returns the tensor that an entry describes; raises a SourceError if it describes none.
-    `shapes` are those of the file, so that memory holds each once.
-    """
+def _parse_entry(path: Path, name: str, entry: Any, data_start: int, known: _Known) -> TensorInfo:
+    """Returns the tensor that an entry describes; raises a SourceError if it describes none."""
     check_name(path, name)
     try:
         dtype = entry["dtype"]
-        shape = entry["shape"]
-        offsets = entry["data_offsets"]
-    except (TypeError, KeyError) as error:
+        shape = tuple(entry["shape"])
+        start, stop = entry["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
         raise SourceError.about(
-            path, name, "the header entry lacks dtype, shape or data_offsets"
+            path, name, "the header entry lacks dtype, shape or two data_offsets"
         ) from error
+    try:
+        shape, size = known[dtype, shape]
+    except (KeyError, TypeError):  # a list as a dtype cannot be a key
+        size = _bytes_of(path, name, dtype, shape)
+        known[dtype, shape] = shape, size
+    are_ints = type(start) is type(stop) is int
+    if not are_ints or not 0 <= start <= stop < LARGEST_SIZE:
+        raise SourceError.about(path, name, f"{_brief([start, stop])} are not data offsets")
+    if stop - start != size:
+        raise SourceError.about(
+            path, name, f"{stop - start:,} bytes, expected {size:,} for {list(shape)} {dtype}"
+        )
+    return TensorInfo(name, dtype, shape, path, data_start + start, data_start + stop)
+
+
+def _bytes_of(path: Path, name: str, dtype: Any, shape: tuple[Any, ...]) -> int:
+    """Returns how many bytes a tensor takes; raises a SourceError if there is none of the kind."""
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise SourceError.about(
             path, name, f"unknown dtype {_brief(dtype)}; a newer nf4conv may know it"
         )
-    if not _are_sizes(shape):
-        raise SourceError.about(path, name, f"{_brief(shape)} is not a shape")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise SourceError.about(path, name, f"{_brief(offsets)} are not data offsets")
-    start, stop = offsets
-    expected = math.prod(shape) * bits
-    found = stop - start
-    if expected != found * 8:
-        raise SourceError.about(
-            path, name, f"{found:,} bytes, expected {-(-expected // 8):,} for {shape} {dtype}"
-        )
-    sizes = tuple(shape)
-    sizes = shapes.setdefault(sizes, sizes)
-    return TensorInfo(name, dtype, sizes, path, data_start + start, data_start + stop)
-
-
-def _are_sizes(values: Any) -> bool:
-    """Returns True if a value from JSON is a list of sizes."""
-    if not isinstance(values, list) or len(values) > MOST_DIMENSIONS:
-        return False
-    # a loop is twice as fast as all(), and a checkpoint may have 100,000 short lists
-    for value in values:  # noqa: SIM110
-        # bool is a subclass of int, and a shape of [true] would pass for [1]
-        if type(value) is not int or not 0 <= value < LARGEST_SIZE:
-            return False
-    return True
+    # bool is a subclass of int, and a shape of [true] would pass for [1]
+    are_sizes = all(type(size) is int and 0 <= size < LARGEST_SIZE for size in shape)
+    if not are_sizes or len(shape) > MOST_DIMENSIONS:
+        raise SourceError.about(path, name, f"{_brief(list(shape))} is not a shape")
+    size: int = math.prod(shape) * bits
+    if size % 8:
+        raise SourceError.about(path, name, f"{list(shape)} {dtype} ends inside a byte")
+    return size // 8
 
 
 def _brief(value: object) -> str:

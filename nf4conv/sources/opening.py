@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.errors import AdapterError, SourceError, UndecodableError
-from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import SourceOptions
 from nf4conv.sources.files import (
     ADAPTER_CONFIG,
@@ -32,7 +31,7 @@ from nf4conv.sources.header import MOST_TENSORS, header_json, parse_header
 from nf4conv.sources.pickle_header import read_pickle_header
 from nf4conv.sources.places import from_address, is_repo_id
 from nf4conv.sources.reader import FileBytes, bytes_of, each, read_json
-from nf4conv.sources.source import Source, read_tensor, stamps_of
+from nf4conv.sources.source import Source, stamps_of
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
 
@@ -60,12 +59,9 @@ def present_encoded(opened: Source) -> Source:
     """
     if opened.is_gguf:
         return opened  # its tensors already say how they are decoded
-    config = opened.config or {}
     exported = _exported(opened)
-    dtype = "F16" if checkpoint_dtype(config) == "float16" else "BF16"
-    read = partial(read_tensor, opened)
     try:
-        tensors, notes = decoded_tensors(opened.tensors, config, exported, dtype, read)
+        tensors, notes = decoded_tensors(opened, exported)
     except SourceError as error:
         if str(error).startswith(str(opened.folder)):
             raise
@@ -190,9 +186,9 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
             )
         require_own(file, root)
     opened = _describe(folder, root, tuple(files.values()), weights.stem, fetched)
-    held_in = {tensor.name: tensor.file for tensor in opened.tensors}
+    by_name = opened.by_name
     for name, file_name in weight_map.items():
-        if held_in.get(name) is not files[file_name]:
+        if name not in by_name or by_name[name].file is not files[file_name]:
             raise SourceError.about(
                 files[file_name], name, "the index places this tensor here, but the file lacks it"
             )
@@ -205,7 +201,7 @@ def _describe(
     """Reads the config and all headers; arguments as the attributes of `Source`."""
     stamps = {} if fetched is not None else stamps_of(files)  # a commit cannot change
     config = folder / "config.json"
-    return Source(
+    opened = Source(
         folder=folder,
         root=root,
         files=files,
@@ -215,35 +211,37 @@ def _describe(
         stamps=stamps,
         fetched=fetched,
     )
+    if len(opened.by_name) < len(opened.tensors):
+        for tensor in opened.tensors:
+            other = opened.by_name[tensor.name]
+            if other is not tensor:
+                raise SourceError.about(other.file, other.name, f"also in {tensor.file.name}")
+    return opened
 
 
 def _read_headers(
     files: Collection[Path], absent: Mapping[Path, FileBytes]
 ) -> tuple[TensorInfo, ...]:
     """Returns the tensors of all weight files, of which some are on the Hub, in the order of files
-    and of bytes within a file. Raises a SourceError if two files have the same tensor.
+    and of bytes within a file.
     """
-    seen: dict[str, TensorInfo] = {}
+    tensors: list[TensorInfo] = []
     # threads wait for files, but would hinder each other in looking at what they have read
     heads = each(partial(_read_head, absent), files)
     for file, (head, size) in zip(files, heads, strict=True):
         if file.suffix == ".safetensors":
-            tensors = parse_header(head, file, size)
+            tensors += parse_header(head, file, size)
         else:
-            tensors = read_pickle_header(file)
-        if len(seen) + len(tensors) > MOST_TENSORS:
+            tensors += read_pickle_header(file)
+        if len(tensors) > MOST_TENSORS:
             raise SourceError(
                 f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model "
                 f"has",
                 path=file,
             )
-        for tensor in tensors:
-            if tensor.name in seen:
-                raise SourceError.about(file, tensor.name, f"also in {seen[tensor.name].file.name}")
-            seen[tensor.name] = tensor
-    if not seen:
+    if not tensors:
         raise SourceError(f"{', '.join(str(file) for file in files)}: no tensors")
-    return tuple(seen.values())
+    return tuple(tensors)
 
 
 def _read_head(absent: Mapping[Path, FileBytes], path: Path) -> tuple[bytes, int]:

@@ -6,7 +6,7 @@ opening.py opens it. Its tensors are described by their headers; a conversion re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
@@ -84,6 +84,11 @@ class Source:
     is_file: bool = False
     made: Mapping[str, Callable[[], Iterable[bytes]]] | None = None
     card_beside: Path | None = None
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorInfo]:
+        """The tensors by their names."""
+        return {tensor.name: tensor for tensor in self.tensors}
 
     @property
     def is_gguf(self) -> bool:

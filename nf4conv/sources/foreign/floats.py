@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.sources.foreign.config import Block
@@ -55,15 +55,11 @@ class Fp4(Foreign):
         return "fp4 transposed" if self.is_transposed else "fp4"
 
     @classmethod
-    def made_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
-    ) -> Foreign:
-        values = parts["values"]
+    def made_of(cls, parts: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> Foreign:
         [*_, second] = cls.layout.values()
         if parts["scale"].dtype == "F8_E4M3" and len(parts) < 3:
-            raise lacks(values, f"weight{second.suffixes[0]}")
-        second_scales = parts.get("divisor"), parts.get("multiplier")
-        return Fp4(values, parts["scale"], *second_scales)
+            raise lacks(parts["values"], f"weight{second.suffixes[0]}")
+        return Fp4(parts["values"], parts["scale"], parts.get("divisor"), parts.get("multiplier"))
 
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
         if len(self.values.shape) != 2:
@@ -112,11 +108,11 @@ class GptOss(Fp4):
         return sizes["experts"], 32 * sizes["groups"], sizes["out"]
 
     @classmethod
-    def made_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
-    ) -> Foreign:
-        shape = (sizes["experts"], sizes["out"], 16 * sizes["groups"])
-        return Fp4(parts["values"]._replace(shape=shape), parts["scale"], is_transposed=True)
+    def made_of(cls, parts: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> Foreign:
+        values = parts["values"]
+        experts, out, groups, _ = values.shape
+        values = values._replace(shape=(experts, out, 16 * groups))
+        return Fp4(values, parts["scale"], is_transposed=True)
 
 
 class CompressedFp4(Fp4):

@@ -86,6 +86,14 @@ def part(suffixes: str, *forms: str, optional: bool = False) -> Part:
     return Part(tuple(suffixes.split()), tuple(found), optional)
 
 
+class Solved(NamedTuple):
+    """What follows from the dtypes and the shapes of a weight's parts."""
+
+    shape: tuple[int, ...]  # of the weight
+    dtype: str  # the tag that it decodes to
+    settings: Mapping[str, Any]  # the fields of its encoding that are no parts
+
+
 @dataclass(frozen=True)
 class SiblingTensors:
     """The tensors of a checkpoint, to find those that belong to one of them."""
@@ -95,8 +103,8 @@ class SiblingTensors:
     dtype: str  # the tag to decode to where the source does not say
     families: tuple[Family, ...]  # the model's families, some of which store weights transposed
     read: Callable[[TensorInfo], bytes]  # reads a small tensor
-    # sizes found before: models have few shapes and many weights
-    solved: dict[Any, Sizes] = field(default_factory=dict)
+    # found before: models have few shapes and many weights
+    solved: dict[Any, "Solved"] = field(default_factory=dict)
 
     def part_of(self, stem: str, suffixes: Iterable[str]) -> TensorInfo | None:
         """Returns the first tensor that there is; "~" stands for the module of a weight."""
@@ -168,11 +176,18 @@ class Foreign(Encoding):
         return [{}]
 
     @classmethod
-    def made_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
-    ) -> "Foreign":
-        """Returns the encoding of parts whose shapes fit; may refuse them nevertheless."""
-        return cls(**parts)
+    def settings_of(
+        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
+    ) -> dict[str, Any]:
+        """Returns the fields that are no parts, as far as dtypes and shapes tell them; may refuse
+        parts whose shapes fit.
+        """
+        return {}
+
+    @classmethod
+    def made_of(cls, parts: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> "Foreign":
+        """Returns the encoding."""
+        return cls(**parts, **settings)
 
     @classmethod
     def shape_of(cls, sizes: Sizes) -> tuple[int, ...]:
@@ -191,11 +206,8 @@ class Foreign(Encoding):
         if not has_name or not cls.holds(tensor, stem, siblings):
             return None
         parts = cls._parts(tensor, stem, siblings)
-        sizes = cls._solved(tensor, stem, parts, siblings)
-        encoding = cls.made_of(parts, sizes, siblings)
-        dtype = siblings.dtype
-        if cls.has_dtype_of_scales and parts["scale"].dtype != "F32":
-            dtype = parts["scale"].dtype
+        solved = cls._solved(tensor, stem, parts, siblings)
+        encoding = cls.made_of(parts, solved.settings)
         name = stem + cls.weight
         if is_transposed(module_of(name), siblings.families):
             raise SourceError.about(
@@ -204,7 +216,7 @@ class Foreign(Encoding):
                 f"{encoding.name} of a layer whose weight is [in, out], which nf4conv does not "
                 f"decode; give the checkpoint that it was made from",
             )
-        return TensorInfo(name, dtype, cls.shape_of(sizes), *tensor.file_range, encoding)
+        return TensorInfo(name, solved.dtype, solved.shape, *tensor.file_range, encoding)
 
     @classmethod
     def _parts(
@@ -229,8 +241,10 @@ class Foreign(Encoding):
         stem: str,
         parts: Mapping[str, TensorInfo],
         siblings: SiblingTensors,
-    ) -> Sizes:
-        """Finds the sizes with which all parts have the dimensions that the format gives them."""
+    ) -> Solved:
+        """Finds the sizes with which all parts have the dimensions that the format gives them, and
+        what follows from these.
+        """
         key = (cls, *[(role, found.dtype, found.shape) for role, found in parts.items()])
         if key in siblings.solved:
             return siblings.solved[key]
@@ -256,9 +270,14 @@ class Foreign(Encoding):
             sizes = {**known, **candidate}
             unfit = _unfit(parts, forms, sizes)
             if unfit is None:
+                dtype = siblings.dtype
+                if cls.has_dtype_of_scales and parts["scale"].dtype != "F32":
+                    dtype = parts["scale"].dtype
+                settings = cls.settings_of(parts, sizes, siblings.description)
+                solved = Solved(cls.shape_of(sizes), dtype, settings)
                 if told is None:
-                    siblings.solved[key] = sizes
-                return sizes
+                    siblings.solved[key] = solved
+                return solved
             wrong = unfit
         raise misfit(tensor, _other(wrong, parts))
 

@@ -7,8 +7,8 @@ a weight are columns of its tensors.
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, Final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.integers import WORD, IntegerLayout, words_of
@@ -40,9 +40,9 @@ class PackedIntegers(Foreign):
 
     values: TensorInfo
     scale: TensorInfo
-    zeros: TensorInfo | None  # None if all are 2^(bits - 1)
-    group_index: TensorInfo | None  # the group of each column; None if in order
     codes: IntegerLayout
+    zeros: TensorInfo | None = None  # None if all are 2^(bits - 1)
+    group_index: TensorInfo | None = None  # the group of each column; None if in order
 
     @property
     def name(self) -> str:
@@ -78,10 +78,9 @@ class PackedIntegers(Foreign):
         return WORD  # rows that share whole words, if codes are packed along rows
 
     @classmethod
-    def made_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
-    ) -> "PackedIntegers":
-        description = siblings.description
+    def settings_of(
+        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
+    ) -> dict[str, Any]:
         codes = IntegerLayout(
             packing=cls.packing,
             bits=sizes.get("bits", 4),
@@ -89,14 +88,7 @@ class PackedIntegers(Foreign):
             group_size=_group_size(parts, sizes, description),
             zeros_less_one=cls.packing == description.packing == "GPTQ",
         )
-        made = cls(
-            parts["values"], parts["scale"], parts.get("zeros"), parts.get("group_index"), codes
-        )
-        made.check(sizes["groups"], description)
-        return made
-
-    def check(self, groups: int, description: Description) -> None:
-        """Raises a SourceError if parts do not go with each other, or with the config."""
+        return {"codes": codes}
 
 
 def _group_size(parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description) -> int:
@@ -161,12 +153,16 @@ class Gptq(PackedIntegers):
             if is_whole:
                 yield {"bits": bits}
 
-    def check(self, groups: int, description: Description) -> None:
-        if self.group_index is None:
-            if description.is_reordered and groups > 1:
-                raise lacks(self.values, "g_idx")
-        elif self.codes.columns * self.codes.bits != self.values.shape[0] * WORD:
-            raise misfit(self.values, self.group_index)
+    @classmethod
+    def settings_of(
+        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
+    ) -> dict[str, Any]:
+        values, index = parts["values"], parts.get("group_index")
+        if index is None and description.is_reordered and sizes["groups"] > 1:
+            raise lacks(values, "g_idx")
+        if index is not None and sizes["in"] * sizes["bits"] != values.shape[0] * WORD:
+            raise misfit(values, index)
+        return super().settings_of(parts, sizes, description)
 
 
 class Awq(PackedIntegers):
@@ -187,9 +183,13 @@ class Awq(PackedIntegers):
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
         return siblings.description.packing == "AWQ"
 
-    def check(self, groups: int, description: Description) -> None:
-        if self.codes.columns % groups != 0:
-            raise misfit(self.values, self.scale)
+    @classmethod
+    def settings_of(
+        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
+    ) -> dict[str, Any]:
+        if sizes["in"] % sizes["groups"] != 0:
+            raise misfit(parts["values"], parts["scale"])
+        return super().settings_of(parts, sizes, description)
 
 
 class CompressedIntegers(PackedIntegers):
@@ -248,12 +248,16 @@ class CompressedIntegers(PackedIntegers):
                 found.append(sizes)
         return found if len(found) == 1 else []
 
-    def check(self, groups: int, description: Description) -> None:
-        zeros = self.zeros
+    @classmethod
+    def settings_of(
+        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
+    ) -> dict[str, Any]:
+        values, zeros = parts["values"], parts.get("zeros")
         if zeros is None and description.has_zeros:
-            raise lacks(self.values, "weight_zero_point")
-        if zeros is not None and zeros.dtype == "I8" and zeros.elements != self.scale.elements:
-            raise misfit(self.values, zeros)
+            raise lacks(values, "weight_zero_point")
+        if zeros is not None and zeros.dtype == "I8" and zeros.elements != parts["scale"].elements:
+            raise misfit(values, zeros)
+        return super().settings_of(parts, sizes, description)
 
 
 def _groups_of(parts: Mapping[str, TensorInfo]) -> int:
@@ -301,21 +305,28 @@ class TorchaoInt4(PackedIntegers):
         zeros = siblings.by_name.get(f"{stem}_weight_zero_point")
         return zeros is not None and zeros.dtype != "I8" and bool(siblings.description.schemes)
 
-    def check(self, groups: int, description: Description) -> None:
-        columns, size = self.codes.columns, self.codes.group_size
+    @classmethod
+    def settings_of(
+        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
+    ) -> dict[str, Any]:
+        settings = super().settings_of(parts, sizes, description)
+        scale, zeros = parts["scale"], parts["zeros"]
+        columns, size = sizes["in"], settings["codes"].group_size
         is_named = size in [size for _, size in description.schemes]
-        if columns % 8 != 0 or columns != groups * size or not is_named:
-            raise misfit(self.values, self.scale)
-        if self.zeros is None or self.zeros.dtype != self.scale.dtype:
-            raise misfit(self.values, self.zeros or self.scale)
+        if columns % 8 != 0 or columns != sizes["groups"] * size or not is_named:
+            raise misfit(parts["values"], scale)
+        if zeros.dtype != scale.dtype:
+            raise misfit(parts["values"], zeros)
+        return settings
 
     @classmethod
     def made_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
+        cls, parts: Mapping[str, TensorInfo], settings: Mapping[str, Any]
     ) -> PackedIntegers:
-        made = super().made_of(parts, sizes, siblings)
-        words = made.values._replace(dtype="I32", shape=(sizes["out"], sizes["in"] // 8))
-        return replace(made, values=words)
+        values = parts["values"]
+        words = (values.shape[0], settings["codes"].columns // 8)
+        values = values._replace(dtype="I32", shape=words)
+        return cls(values, parts["scale"], settings["codes"], parts["zeros"])
 
 
 ENDS_OF_WORDS: Final = (Gptq.stored, CompressedIntegers.stored, "_qdata")

@@ -6,13 +6,14 @@ belong to activations are dropped.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
+from nf4conv.models.config import checkpoint_dtype
 from nf4conv.models.families import families_of
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
@@ -26,6 +27,7 @@ from nf4conv.sources.foreign.floats import (
 )
 from nf4conv.sources.foreign.formats import Foreign, SiblingTensors
 from nf4conv.sources.foreign.integers import Awq, CompressedIntegers, Gptq, TorchaoInt4
+from nf4conv.sources.source import Source, read_tensor
 from nf4conv.sources.tensors import TensorInfo
 
 FORMATS: Final[list[type[Foreign]]] = [
@@ -90,29 +92,26 @@ A part that no rule uses means that the encoding is not understood.
 
 
 def decoded_tensors(
-    tensors: Sequence[TensorInfo],
-    config: Mapping[str, Any],
-    exported: Mapping[str, Any],
-    dtype: str,
-    read: Callable[[TensorInfo], bytes],
+    source: Source, exported: Mapping[str, Any]
 ) -> tuple[tuple[TensorInfo, ...], tuple[str, ...]]:
     """Replaces the encoded tensors of a checkpoint by the tensors that they decode to; returns them
     in their order, and lines for the user.
 
-    No data is read but small descriptions. `exported` is as of `describe`; `dtype` is the tag to
-    decode to where the source does not say, "BF16" or "F16".
+    No data is read but small descriptions. `exported` is as of `describe`.
     """
+    tensors = source.tensors
+    config = source.config or {}
     description = describe(config, exported)
     method = description.method
     found: dict[str, TensorInfo] = {}
     # every encoding has parts in a dtype that is not plain
     if any(tensor.dtype not in PLAIN_DTYPES for tensor in tensors):
         siblings = SiblingTensors(
-            by_name={tensor.name: tensor for tensor in tensors},
+            by_name=source.by_name,
             description=description,
-            dtype=dtype,
+            dtype="F16" if checkpoint_dtype(config) == "float16" else "BF16",
             families=families_of(config),
-            read=read,
+            read=partial(read_tensor, source),
         )
         has_states = any(QUANT_STATE_PREFIX in name for name in siblings.by_name)
         for tensor in tensors:
@@ -121,7 +120,7 @@ def decoded_tensors(
                 found[tensor.name] = logical
     if not found and method is None:
         _check_unused(tensors, method, {})
-        return tuple(tensors), ()
+        return tensors, ()
     return _replaced(tensors, found, method), _notes(method, found)
 
 
