@@ -17,6 +17,7 @@ from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.parts import plan_part
 from nf4conv.report.results import PlanReport, RunReport
 from nf4conv.sources.diffusers import DiffusersFolder, open_diffusers
+from nf4conv.system.machine import uncollected
 
 _log: Final = logging.getLogger(__name__)
 
