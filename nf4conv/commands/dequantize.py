@@ -1,16 +1,12 @@
 """`nf4conv dequantize`: turns a quantized checkpoint or diffusers pipeline into a plain one."""
 
-import logging
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
-from nf4conv.commands.writing import AnyPlan, convert, describe
+from nf4conv.commands.writing import AnyPlan, convert, describe, planned
 from nf4conv.declaring import after_two_places
 from nf4conv.errors import DiffusersFolderError, PlanError
-from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions
 from nf4conv.plan import dequantization
 from nf4conv.plan.diffusers import DiffusersPlan
@@ -18,8 +14,6 @@ from nf4conv.plan.parts import plan_part
 from nf4conv.report.results import PlanReport, RunReport
 from nf4conv.sources.diffusers import DiffusersFolder, open_diffusers
 from nf4conv.system.machine import uncollected
-
-_log: Final = logging.getLogger(__name__)
 
 
 @after_two_places(DequantizeOptions)
@@ -51,7 +45,7 @@ def dequantize(source: str | Path, out: str | Path, options: DequantizeOptions) 
 @uncollected()
 def dry_run(source: str | Path, options: DequantizeOptions) -> PlanReport:
     """Describes what decoding a checkpoint would do."""
-    return describe(plan_part(make_plan(source, options), options))
+    return describe(plan_part(planned(source, options, make_plan), options))
 
 
 def make_plan(source: str | Path, options: DequantizeOptions) -> AnyPlan:
@@ -59,25 +53,11 @@ def make_plan(source: str | Path, options: DequantizeOptions) -> AnyPlan:
 
     In globs for a pipeline, the name of a submodel and a slash may stand first.
     """
-    started = time.perf_counter()
-    plan: AnyPlan
     try:
         plan = dequantization.plan_checkpoint(source, options, options)
     except DiffusersFolderError:
-        plan = _plan_pipeline(source, open_diffusers(source, options), options)
-    else:
-        plan = replace(plan, again=partial(make_plan, source, replace(options, progress=None)))
-    totals = plan.totals()
-    _log.info(
-        "planned %d tensors in %.1f s: %d decoded, %d kept; %d files, %s",
-        totals.decoded + totals.copied,
-        time.perf_counter() - started,
-        totals.decoded,
-        totals.copied,
-        totals.shards,
-        size(totals.bytes_after),
-    )
-    return plan
+        return _plan_pipeline(source, open_diffusers(source, options), options)
+    return replace(plan, again=partial(make_plan, source, replace(options, progress=None)))
 
 
 def _plan_pipeline(

@@ -1,18 +1,14 @@
 """`nf4conv quantize`: packs a checkpoint or a diffusers pipeline into bitsandbytes' 4 bits."""
 
-import logging
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from nf4conv.choose.experts import Experts
 from nf4conv.choose.selection import unmatched
-from nf4conv.commands.writing import AnyPlan, convert, describe, execute
+from nf4conv.commands.writing import AnyPlan, convert, describe, execute, planned
 from nf4conv.declaring import after_one_place, after_two_places
 from nf4conv.errors import DiffusersFolderError, PlanError
-from nf4conv.format.units import size
 from nf4conv.options import QuantizeOptions, SourceOptions
 from nf4conv.plan import diffusers, quantization
 from nf4conv.plan.diffusers import DiffusersPlan
@@ -26,8 +22,6 @@ from nf4conv.sources.diffusers import DiffusersFolder, is_packed_by_default, ope
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.original_card import read_front_matter
 from nf4conv.system.machine import uncollected
-
-_log: Final = logging.getLogger(__name__)
 
 
 @after_two_places(QuantizeOptions)
@@ -109,13 +103,13 @@ def plan_quantize(source: str | Path, options: QuantizeOptions) -> Plan:
         OptionError: an option has a value that it cannot have.
         PlanError: the request cannot be met for this source.
     """
-    return Plan(plan_part(make_plan(source, options), options), options)
+    return Plan(plan_part(planned(source, options, make_plan), options), options)
 
 
 @uncollected()
 def dry_run(source: str | Path, options: QuantizeOptions) -> PlanReport:
     """Describes what quantizing a checkpoint would do."""
-    return describe(plan_part(make_plan(source, options), options))
+    return describe(plan_part(planned(source, options, make_plan), options))
 
 
 # --- planning -----------------------------------------------------------------------------------
@@ -126,8 +120,6 @@ def make_plan(source: str | Path, options: QuantizeOptions) -> AnyPlan:
 
     In globs for a pipeline, the name of a submodel and a slash may stand first.
     """
-    started = time.perf_counter()
-    plan: AnyPlan
     try:
         plan = plan_checkpoint(source, options, options)
     except DiffusersFolderError as error:
@@ -136,25 +128,12 @@ def make_plan(source: str | Path, options: QuantizeOptions) -> AnyPlan:
                 f"{source}: --calibrate is for models of transformers, one at a time: for a text "
                 f"encoder --subfolder text_encoder; --scales search needs no text"
             ) from error
-        plan = _plan_pipeline(open_diffusers(source, options), options)
-        plan = replace(plan, complaints=(*plan.complaints, *advice(plan.jobs)))
-    else:
-        quantization.require_searched(source, [plan], options)
-        notes = (*advice(plan.jobs), *plan.notes, *unmatched(options, [("", plan.source)]))
-        again = partial(make_plan, source, replace(options, progress=None))
-        plan = replace(plan, notes=notes, again=again)
-    totals = plan.totals()
-    _log.info(
-        "planned %d tensors in %.1f s: %d packed, %d of them as they are, %d kept; %d files, %s",
-        totals.packed + totals.copied,
-        time.perf_counter() - started,
-        totals.packed,
-        totals.stay,
-        totals.copied,
-        totals.shards,
-        size(totals.bytes_after),
-    )
-    return plan
+        pipeline = _plan_pipeline(open_diffusers(source, options), options)
+        return replace(pipeline, complaints=(*pipeline.complaints, *advice(pipeline.jobs)))
+    quantization.require_searched(source, [plan], options)
+    notes = (*advice(plan.jobs), *plan.notes, *unmatched(options, [("", plan.source)]))
+    again = partial(make_plan, source, replace(options, progress=None))
+    return replace(plan, notes=notes, again=again)
 
 
 def plan_checkpoint(

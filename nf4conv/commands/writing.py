@@ -9,15 +9,17 @@ OUT/<submodel>          a checkpoint of its own: a rerun finds by its record tha
 OUT/model_index.json    last of all: without it diffusers does not take the folder for a pipeline
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from nf4conv.errors import PlanError, SourceError, VerificationError
+from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions, QuantizeOptions, VerifyOptions, WritingOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.output.writer import write_file
@@ -40,9 +42,10 @@ from nf4conv.system.folders import remove
 if TYPE_CHECKING:
     from nf4conv.output.push import Push
 
+_log: Final = logging.getLogger(__name__)
+
 AnyPlan: TypeAlias = WritingPlan | DiffusersPlan
 """Plan of one checkpoint, or of a diffusers pipeline."""
-
 
 OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
 
@@ -58,7 +61,7 @@ def convert(
     A source that cannot be read is not needed if parts have made all files.
     """
     try:
-        plan = make_plan(source, options)
+        plan = planned(source, options, make_plan)
     except SourceError:
         found = finish_without_source(out, options)
         if found is None:
@@ -67,16 +70,37 @@ def convert(
     return execute(plan, out, options)
 
 
+def planned(
+    source: str | Path,
+    options: OptionsT,
+    make_plan: Callable[[str | Path, OptionsT], AnyPlan],
+) -> AnyPlan:
+    """Plans a conversion, and logs what the plan holds."""
+    started = time.perf_counter()
+    plan = make_plan(source, options)
+    totals = plan.totals()
+    _log.info(
+        "planned %d tensors in %.1f s: %d packed, %d decoded, %d kept; %d files, %s",
+        totals.packed + totals.decoded + totals.copied,
+        time.perf_counter() - started,
+        totals.packed,
+        totals.decoded,
+        totals.copied,
+        totals.shards,
+        size(totals.bytes_after),
+    )
+    return plan
+
+
 def describe(plan: AnyPlan) -> PlanReport:
     """Describes what carrying out a plan would do."""
     rows = plan.rows()
     totals = plan.totals()
-    plans = list(plan.submodels.values()) if isinstance(plan, DiffusersPlan) else [plan]
     # how fast some of the source is read now tells how long all of it takes
-    speed = reading_speed([file for one in plans for file in one.source.files])
+    speed = reading_speed([file for one in plan.parts for file in one.source.files])
     return PlanReport(
-        command=plans[0].command,
-        source=str(plan.folder.place if isinstance(plan, DiffusersPlan) else plan.source),
+        command=plan.parts[0].command,
+        source=str(plan.source),
         totals=totals,
         kinds=summed(rows),
         tensors=tuple(rows),
@@ -90,7 +114,7 @@ def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
     """Carries out a plan, in as many processes as the options say, and uploads the result."""
     started = time.perf_counter()
     # before anything is removed: --overwrite of a run that is spread empties OUT first of all
-    require_apart(_source_folder(plan), out)
+    require_apart(plan.source.folder, out)
     options = in_parts(plan, options, out)
     if options.is_spread:
         from nf4conv.commands.spread import carry_out  # few runs need to import it
@@ -98,11 +122,8 @@ def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
         return carry_out(plan, execute, out, options)
     plan = plan_part(plan, options)
     tell_what_is_read(plan, options)
-    if (
-        isinstance(plan, WritingPlan)
-        and isinstance(options, QuantizeOptions)
-        and not plan.packs_anything
-    ):
+    is_quantized = isinstance(options, QuantizeOptions)
+    if is_quantized and not any(part.packs_anything for part in plan.parts):
         raise PlanError(
             f"{plan.source}: no tensor of this checkpoint would be packed; "
             f"--dry-run shows why each is kept"
@@ -113,15 +134,11 @@ def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
         else:
             offer = None if repository is None else repository.offer
             report = _write_one(plan, out, options, offer, partial(_card, plan))
-        if isinstance(options, QuantizeOptions):
+        if is_quantized:
             report = _with_commands(report, plan)
         if repository is not None:
             report = _pushed(report, repository, out, plan)
     return replace(report, seconds=time.perf_counter() - started)
-
-
-def _source_folder(plan: AnyPlan) -> Path:
-    return plan.folder.folder if isinstance(plan, DiffusersPlan) else plan.source.folder
 
 
 def _write_one(
@@ -218,7 +235,7 @@ def _write_pipeline(
         part = plan.submodels[name]
         return _write_one(part, out / name, options, announce, lambda *_: None)
 
-    index = plan.folder.index
+    index = plan.source.index
     if (out / index.name).is_file() and not is_unfinished(out) and not options.overwrite:
         reports = [write(name, options) for name in plan.submodels]
         tidy(out)
@@ -236,8 +253,8 @@ def _write_pipeline(
             # one that an earlier run has finished may not be verified
             again = options.verify and not is_unfinished(out / name)
             reports.append(write(name, replace(options, overwrite=again)))
-        for file in plan.folder.files:
-            workspace.copy(str(file), plan.folder.folder / file)
+        for file in plan.source.files:
+            workspace.copy(str(file), plan.source.folder / file)
         report = _joined(plan, out, reports)
         if isinstance(options, QuantizeOptions):
             card = _card(plan, report.totals.bytes_after, report.verification)
@@ -249,7 +266,7 @@ def _write_pipeline(
 def _joined(plan: DiffusersPlan, out: Path, runs: Sequence[RunReport]) -> RunReport:
     """Joins what came of all submodels."""
     shards_resumed = 0
-    for run, part in zip(runs, plan.submodels.values(), strict=True):
+    for run, part in zip(runs, plan.parts, strict=True):
         shards_resumed += len(part.output.shards) if run.already_complete else run.shards_resumed
     size = sum(run.totals.bytes_after for run in runs)
     return replace(

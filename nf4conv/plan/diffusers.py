@@ -20,21 +20,26 @@ class DiffusersPlan:
     """Plans what becomes of a diffusers pipeline.
 
     Attributes:
-        folder: the pipeline.
+        source: the pipeline that is read.
         submodels: the plan of each submodel, by its name.
         front: the front matter of the pipeline's model card.
         complaints: lines that the user should read, about what belongs to no submodel.
     """
 
-    folder: DiffusersFolder
+    source: DiffusersFolder
     submodels: Mapping[str, WritingPlan]
     front: OriginalCard = field(default_factory=OriginalCard)
     complaints: tuple[str, ...] = ()
 
     @property
+    def parts(self) -> list[WritingPlan]:
+        """Returns the plans of all submodels."""
+        return list(self.submodels.values())
+
+    @property
     def jobs(self) -> Iterator[Job]:
         """Returns the jobs of all submodels."""
-        return chain.from_iterable(plan.jobs for plan in self.submodels.values())
+        return chain.from_iterable(plan.jobs for plan in self.parts)
 
     def rows(self) -> list[TensorRow]:
         """Returns the rows of all submodels, with the submodel before names and files."""
@@ -45,7 +50,7 @@ class DiffusersPlan:
 
     def totals(self) -> PlanTotals:
         """Adds up the totals of all submodels."""
-        return add_totals([plan.totals() for plan in self.submodels.values()])
+        return add_totals([plan.totals() for plan in self.parts])
 
     @property
     def config(self) -> dict[str, Any]:
@@ -58,16 +63,16 @@ class DiffusersPlan:
         notes = []
         for name, plan in self.submodels.items():
             notes += [f"{name}: {note}" for note in plan.notes]
-        for name in self.folder.strays:
+        for name in self.source.strays:
             if name.partition("/")[0] not in self.submodels:
-                place = self.folder.folder
+                place = self.source.folder
                 notes.append(f"{name}: a link that leads out of {place}; it is not copied")
         return (*notes, *self.complaints)
 
     @property
     def class_name(self) -> str:
         """Returns the name of the pipeline's class, by its model_index.json."""
-        found = read_json(self.folder.index).get("_class_name")
+        found = read_json(self.source.index).get("_class_name")
         if isinstance(found, str) and found.isidentifier():
             return found
         return "DiffusionPipeline"

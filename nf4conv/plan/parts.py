@@ -26,7 +26,7 @@ def plan_part(plan: PlanT, run: RunOptions, asked_by: str = "--part") -> PlanT:
         return plan
     if isinstance(plan, DiffusersPlan):
         raise PlanError(
-            f"{plan.folder.place}: {asked_by} takes the components of a diffusers pipeline one by "
+            f"{plan.source}: {asked_by} takes the components of a diffusers pipeline one by "
             f"one: --subfolder NAME, into OUT/NAME"
         )
     _require_divisible(plan, run, asked_by)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from nf4conv.choose.experts import Readers, readers_of
 from nf4conv.choose.formats import dominant_dtype
@@ -101,6 +101,11 @@ class WritingPlan:
     def command(self) -> str:
         """Returns the name of the command that makes it."""
         return self.options.command
+
+    @property
+    def parts(self) -> list[Self]:
+        """Returns itself, as a pipeline's plan returns those of its submodels."""
+        return [self]
 
     @property
     def jobs(self) -> Iterator[Job]:

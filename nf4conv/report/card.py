@@ -130,7 +130,7 @@ def model_card(
 ) -> str:
     """Returns the card of a quantized checkpoint or pipeline, given the size of its weights."""
     is_pipeline = isinstance(plan, DiffusersPlan)
-    parts = list(plan.submodels.values()) if isinstance(plan, DiffusersPlan) else [plan]
+    parts: Sequence[WritingPlan] = plan.parts
     first = parts[0]
     weights: Counter[Provenance] = Counter()
     jobs: list[Job] = []

@@ -130,7 +130,7 @@ def loading_of_plan(plan: WritingPlan | DiffusersPlan) -> Loading | None:
     """
     if isinstance(plan, DiffusersPlan):
         dtypes = []
-        for part in plan.submodels.values():
+        for part in plan.parts:
             totals = part.totals()
             if totals.packed or totals.decoded:
                 dtypes.append(part.output.format.dtype)

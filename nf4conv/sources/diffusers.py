@@ -55,6 +55,9 @@ class DiffusersFolder:
     files: tuple[PurePosixPath, ...]
     strays: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return self.place
+
     @property
     def index(self) -> Path:
         """Returns its model_index.json."""

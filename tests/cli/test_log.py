@@ -69,7 +69,7 @@ def test_a_line_for_each_stage_of_quantize(
     holds(
         messages(caplog),
         rf"opened {source}: 19 tensors in 2 files, by their headers, in \d+\.\d s",
-        r"planned 19 tensors in \d+\.\d s: 12 packed, 0 of them as they are, 7 kept; 4 files, .*",
+        r"planned 19 tensors in \d+\.\d s: 12 packed, 0 decoded, 7 kept; 4 files, .*",
         r"2 threads, each with a buffer of \d+\.\d\d MB",
         r"shard 1 of 4 written: model-0000\d-of-00004\.safetensors, .* kB",
         r"shard 4 of 4 written: .*",
@@ -98,7 +98,7 @@ def test_a_line_for_each_stage_of_the_others(
     holds(messages(caplog), r"compared the bytes of 19 tensors in \d+\.\d s")
     caplog.clear()
     nf4conv.dequantize(out, tmp_path / "again", device="cpu")
-    holds(messages(caplog), r"planned 19 tensors .*: 12 decoded, 7 kept; .*", r"finalized .*")
+    holds(messages(caplog), r"planned 19 tensors .*: 0 packed, 12 decoded, 7 kept; .*", r"finalized .*")
 
 
 def test_the_library_configures_no_handler(tmp_path: Path, source: Path):
