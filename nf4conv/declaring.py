@@ -204,7 +204,7 @@ def _taking_keywords(kind: Any, function: Callable[..., Any]) -> Any:
     parameters = [one.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for one in places]
     parameters += inspect.signature(kind).parameters.values()
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    lines = [inspect.cleandoc(function.__doc__ or ""), "", "Options:"]
+    lines = [inspect.cleandoc(function.__doc__ or ""), "", "Keyword Args:"]
     for option in options_of(kind):
         entry = textwrap.wrap(f"{option.name}: {option.help}", 92, break_on_hyphens=False)
         lines.append(textwrap.indent("\n    ".join(entry), "    "))

@@ -60,9 +60,10 @@ def test_every_class_of_results_is_in_the_docs():
 def test_a_docstring_names_every_argument_and_the_result(name):
     text = inspect.getdoc(PUBLIC[name]) or ""
     signature = inspect.signature(PUBLIC[name])
-    arguments = text.partition("\nArgs:\n")[2].partition("\n\n")[0]
-    for argument in signature.parameters:
-        assert re.search(rf"^ {{4}}{argument}: ", arguments, re.MULTILINE), argument
+    for argument, parameter in signature.parameters.items():
+        options = "Keyword " if parameter.kind is inspect.Parameter.KEYWORD_ONLY else ""
+        section = text.partition(f"\n{options}Args:\n")[2].partition("\n\n")[0]
+        assert re.search(rf"^ {{4}}{argument}: ", section, re.MULTILINE), argument
     assert "\nReturns:\n" in text or signature.return_annotation in (None, "None")
     assert "\nExample:\n" in text
 
