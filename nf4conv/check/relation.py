@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from nf4conv.check.structure import Structure
 from nf4conv.errors import OptionError, PlanError
-from nf4conv.format.layout import has_components
+from nf4conv.format.layout import split_component
 from nf4conv.options import DequantizeOptions, VerifyOptions
 from nf4conv.sources.record import MAKING
 
@@ -30,7 +30,7 @@ def relation_of(structure: Structure) -> Relation:
     if command == "dequantize":
         return Relation.DECODED
     # such as weights in 4 bits that cannot be decoded, or codes without what stands beside them
-    has_parts = has_components(structure.tensors)
+    has_parts = any(split_component(name)[1] for name in structure.tensors)
     has_lost_tensors = any(finding.check == "components" for finding in structure.findings)
     if command == "quantize" or has_parts or has_lost_tensors:
         return Relation.QUANTIZED

@@ -185,7 +185,7 @@ def _plan_submodel(
 ) -> WritingPlan:
     """Plans a submodel; keeps its tensors as they are if nothing in it is packed."""
     mine = diffusers.for_submodel(name, options)
-    if is_packed_by_default(name) and diffusers.is_included(name, options):
+    if is_packed_by_default(name) and (mine.include or not options.include):
         plan = plan_checkpoint(folder.place, mine, where)
         if plan.packs_anything:
             return plan

@@ -18,7 +18,7 @@ Nothing here imports torch, so that a plan can be made, and sized, before torch 
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -206,16 +206,13 @@ class StateFault(NamedTuple):
 
     text: str
     is_fatal: bool = True  # False if the weight can be decoded nevertheless
-    is_unknown_key: bool = False  # at which bitsandbytes fails; it may change what others mean
 
 
 def parse_quant_state(blob: bytes, is_nested: bool) -> StateFields:
-    """Reads a JSON blob."""
+    """Reads a JSON blob in which nothing is wrong."""
     fields, faults = read_quant_state(blob, is_nested)
-    for fault in faults:
-        if fault.is_fatal or fault.is_unknown_key:
-            raise CodecError(f"quant_state: {fault.text}")
-    assert fields is not None
+    if fields is None or faults:
+        raise CodecError(f"quant_state: {faults[0].text}")
     return fields
 
 
@@ -230,8 +227,6 @@ def read_quant_state(
     if not isinstance(table, dict):
         return None, [StateFault("not a JSON object")]
     faults = [*_key_faults(table, is_nested), *_value_faults(table, is_nested)]
-    if is_nested and "nested_offset" in table:
-        faults += _offset_faults(table["nested_offset"])
     if any(fault.is_fatal for fault in faults):
         return None, faults
     offset = float(table["nested_offset"]) if is_nested else None
@@ -250,15 +245,14 @@ def _key_faults(table: Mapping[str, Any], is_nested: bool) -> Iterator[StateFaul
     for key in table:
         if key in expected:
             continue
-        is_unknown = key not in _NESTED_JSON_KEYS
-        text = f"has {key}, but there is no nested_absmax"
-        if is_unknown:
-            text = f"has the key {key!r:.100}, at which bitsandbytes fails"
-        yield StateFault(text, is_fatal=False, is_unknown_key=is_unknown)
+        text = f"has the key {key!r:.100}, at which bitsandbytes fails"
+        if key in _NESTED_JSON_KEYS:
+            text = f"has {key}, but there is no nested_absmax"
+        yield StateFault(text, is_fatal=False)
 
 
 def _value_faults(table: Mapping[str, Any], is_nested: bool) -> Iterator[StateFault]:
-    """Yields what is wrong with the values of a quant state, but for nested_offset."""
+    """Yields what is wrong with the values of a quant state."""
     for key, allowed in _ALLOWED.items():
         value = table.get(key, allowed[0])
         if key in _NESTED_JSON_KEYS and not is_nested:
@@ -275,14 +269,16 @@ def _value_faults(table: Mapping[str, Any], is_nested: bool) -> Iterator[StateFa
             f"pass, which quantizes the absmax again; give it the original"
         )
         yield StateFault(text, is_fatal=False)
+    offset = table.get("nested_offset", 0.0)
+    if is_nested and not _is_float32(offset):
+        yield StateFault(f"nested_offset is {offset!r:.100}, which is no float32")
 
 
-def _offset_faults(offset: Any) -> Iterator[StateFault]:
-    """Yields what is wrong with a nested_offset; NaN and infinity can be decoded."""
-    if type(offset) not in (float, int):
-        yield StateFault(f"nested_offset is {offset!r:.100}, which is not a number")
-    elif _LARGEST_FLOAT32 < abs(offset) < math.inf:
-        yield StateFault(f"nested_offset is {offset!r:.100}, which is too large for float32")
+def _is_float32(value: object) -> bool:
+    """Returns True for a number that float32 can hold, NaN and infinity among them."""
+    if isinstance(value, bool) or not isinstance(value, (float, int)):
+        return False
+    return not _LARGEST_FLOAT32 < abs(value) < math.inf
 
 
 def _is_shape(value: object) -> bool:
@@ -301,8 +297,3 @@ def split_component(name: str) -> tuple[str, str]:
             return name[: -len(suffix) - 1], suffix
     head, found, tail = name.partition(f".{QUANT_STATE_PREFIX}")
     return (head, f"{QUANT_STATE_PREFIX}{tail}") if found else (name, "")
-
-
-def has_components(names: Iterable[str]) -> bool:
-    """Returns True if one of these tensors stands beside a weight in 4 bits."""
-    return any(split_component(name)[1] for name in names)

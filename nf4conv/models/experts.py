@@ -21,9 +21,6 @@ FUSED: Final = {"gate_up_proj": GATE_UP, "down_proj": DOWN}
 USUAL_NAMES: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """The names that most families have for what others call w1, w2 and w3."""
 
-ROUTER_OF_UNSLOTH: Final = ".router.linear."
-"""Part of the name of a router as Unsloth names it in gpt-oss; elsewhere it is ".router."."""
-
 SINGLE_WEIGHT: Final = re.compile(r"^(.*(?:^|\.)experts)\.(\d{1,9})\.(.+)\.weight$")
 """Matches the name of a weight of a single expert: path of the experts, number, projection."""
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.output.crc32 import crc32_of_file
 from nf4conv.output.writer import ShardWriter, write_file
+from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_chunks, read_small
 from nf4conv.sources.record import MAKING, as_bytes
 from nf4conv.sources.unfinished import (
@@ -66,7 +67,6 @@ class OutputFolder:
 
     def check_occupied(self, *, overwrite: bool) -> None:
         """Checks that the folder may be written to."""
-        require_no_dead_link(self.out)
         if self.out.exists() and not self.out.is_dir():
             raise OutputError(f"{self.out}: exists and is not a folder", path=self.out)
         self.check_links()
@@ -216,7 +216,7 @@ class OutputFolder:
     def finish(
         self,
         *,
-        index: Mapping[str, bytes],
+        stem: str,
         card: str | None,
         record: Mapping[str, Any],
         config: bytes | None,
@@ -226,14 +226,25 @@ class OutputFolder:
 
         Without a card, a config or a verification, each is None.
         """
-        for name, content in index.items():
-            self.write(name, content)
+        if len(self.finished) > 1:
+            self.write(f"{stem}.safetensors.index.json", self._index())
         if card is not None:
             self.write("README.md", card.encode(errors="backslashreplace"))
         if verified is not None:
             record = {**record, "verified": verified}
         self.write(MAKING, as_bytes(record))
         self.complete({} if config is None else {"config.json": config})
+
+    def _index(self) -> bytes:
+        """Returns the index of the shards, by their headers."""
+        total = 0
+        files = {}
+        for name in self.finished:
+            for tensor in read_header(self.out / name):
+                total += tensor.nbytes
+                files[tensor.name] = name
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
     def complete(self, last: Mapping[str, bytes]) -> None:
         """Makes the folder a checkpoint, makes everything durable and removes the work files."""
@@ -271,23 +282,6 @@ class OutputFolder:
         """Removes the source files that were fetched while the run needed them."""
         with suppress(OSError):
             remove(self.out, *self.downloads.relative_to(self.out).parts)
-
-
-def require_no_dead_link(out: Path) -> None:
-    """Checks that an output folder is not a link to what does not exist."""
-    if is_link(out) and not out.exists():
-        raise OutputError(f"{out}: is a link that leads nowhere; remove it", path=out)
-
-
-def index_of(stem: str, total: int, files: Mapping[str, str]) -> dict[str, bytes]:
-    """Returns the index of sharded weights by its file name; nothing for a single file."""
-    if len(set(files.values())) <= 1:
-        return {}
-    weight_map = dict(sorted(files.items()))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2, ensure_ascii=False)
-    name = f"{stem}.safetensors.index.json"
-    return {name: f"{text}\n".encode()}
 
 
 # --- whether two runs are the same ----------------------------------------------------------------

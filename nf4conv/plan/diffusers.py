@@ -99,8 +99,3 @@ def _applying(patterns: Sequence[str], submodel: str) -> tuple[str, ...]:
         if not owner or fnmatchcase(submodel, owner):
             found.append(rest)
     return tuple(found)
-
-
-def is_included(submodel: str, options: QuantizeOptions) -> bool:
-    """Returns True if the options' include patterns may match something in a submodel."""
-    return not options.include or bool(_applying(options.include, submodel))

@@ -238,15 +238,6 @@ class Shard:
         """Returns how many bytes of the source are read for it."""
         return sum(job.source_bytes for job in self.jobs)
 
-    def tensor_names(self) -> Iterator[str]:
-        """Yields the names of all tensors."""
-        for job in self.jobs:
-            if isinstance(job, CopyJob):
-                yield job.name
-            else:
-                for part in job.components:
-                    yield component_name(job, part)
-
     def entries(self) -> Iterator[Entry]:
         """Yields every tensor but the JSON blobs."""
         for job in self.jobs:

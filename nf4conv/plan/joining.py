@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nf4conv.errors import SourceError
-from nf4conv.models.experts import ROUTER_OF_UNSLOTH, single_expert, stack_name
+from nf4conv.models.experts import single_expert, stack_name
 from nf4conv.models.families import experts_in, is_gpt_oss, stacked_layouts
 from nf4conv.models.family_table import ExpertLayout, ExpertStack
 from nf4conv.sources.arranged import StackedExperts
@@ -65,7 +65,11 @@ def join_experts(
             found.append(joined[tensor.name])
         elif tensor.name not in used:
             found.append(tensor)
-    return _with_plain_routers(found) if is_gpt_oss(config) else tuple(found)
+    if is_gpt_oss(config):  # the routers of Unsloth get the names that they have elsewhere
+        found = [
+            one._replace(name=one.name.replace(".router.linear.", ".router.")) for one in found
+        ]
+    return tuple(found)
 
 
 def _layers(tensors: Sequence[TensorInfo]) -> list[_Layer]:
@@ -138,16 +142,12 @@ def _matrices(
 def _check_alike(layer: _Layer, stack: _Stack, experts: Sequence[tuple[TensorInfo, ...]]) -> None:
     """Raises a SourceError if experts differ in shape or dtype, or projections do not fit."""
     first = experts[0]
-    for projections in experts:
-        for matrix, other in zip(projections, first, strict=True):
-            if (matrix.shape, matrix.dtype) != (other.shape, other.dtype):
-                raise SourceError.about(
-                    matrix.file,
-                    matrix.name,
-                    f"{matrix.dtype} {list(matrix.shape)}, but "
-                    f"{other.name} is {other.dtype} {list(other.shape)}: the experts of a layer "
-                    f"must be alike",
-                )
+    kinds = {tuple((one.shape, one.dtype) for one in projections) for projections in experts}
+    if len(kinds) > 1:
+        raise SourceError(
+            f"{first[0].file}: {layer.experts}: its experts differ in shape or dtype, so they "
+            f"cannot be stacked"
+        )
     dimensions = 2 if stack.leaf == "weight" else 1
     inputs = {matrix.shape[1:] for matrix in first}
     heights = {matrix.shape[0] for matrix in first if matrix.shape}
@@ -170,11 +170,3 @@ def _stacked(stack: _Stack, experts: Sequence[tuple[TensorInfo, ...]]) -> Tensor
     shape = (len(experts), *shape)
     encoding = StackedExperts(tuple(experts), stack.kind.is_transposed, stack.kind.is_interleaved)
     return first._replace(name=stack.name, shape=shape, encoding=encoding)
-
-
-def _with_plain_routers(tensors: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
-    """Gives the routers of a gpt-oss of Unsloth the names that they have on disk elsewhere."""
-    return tuple(
-        tensor._replace(name=tensor.name.replace(ROUTER_OF_UNSLOTH, ".router."))
-        for tensor in tensors
-    )

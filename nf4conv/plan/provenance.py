@@ -6,16 +6,18 @@ that stays as it is has the scales that it had before, whatever was asked for.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nf4conv.format.dtypes import DTYPE_NAMES, STORAGE_DTYPES
-from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, read_quant_state, split_component
-from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, format_of
-from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.errors import SourceError
+from nf4conv.format.dtypes import DTYPE_NAMES
+from nf4conv.format.layout import Format, split_component
+from nf4conv.plan.jobs import CopyJob, PackJob, Plan, format_of
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, is_in_4_bits
+from nf4conv.sources.opening import present_encoded
 from nf4conv.sources.record import KEPT, PACKED, any_number, recorded_scales
-from nf4conv.sources.source import Source, read_together
-from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.source import Source
 
 
 class Provenance(NamedTuple):
@@ -41,26 +43,15 @@ class Provenance(NamedTuple):
 
 
 def provenance_of(source: Source, plan: Plan) -> dict[str, Provenance]:
-    """Returns what each weight in 4 bits of an output checkpoint is, by its name.
-
-    Reads the quant states of weights whose tensors are copied one by one.
-    """
+    """Returns what each weight in 4 bits of an output checkpoint is, by its name."""
     found = {}
-    copies: dict[str, CopyJob] = {}
-    states: dict[str, TensorInfo] = {}
+    is_copied = False
     for job in plan.jobs:
         if isinstance(job, PackJob):
             found[job.name] = _of_job(job, plan.format)
-            continue
-        owner, suffix = split_component(job.name)
-        if suffix:
-            copies[job.name] = job
-        if suffix.startswith(QUANT_STATE_PREFIX):
-            states[owner] = job.source
-    if states:
-        values = {job.name: job for job in plan.jobs if job.name in states}
-        found.update(_copied(source, states, values, copies))
-    return found
+        elif job.source.encoding is None and split_component(job.name)[1]:
+            is_copied = True
+    return found or (_of_source(source) if is_copied else {})
 
 
 def _of_job(job: PackJob, format: Format) -> Provenance:
@@ -78,35 +69,19 @@ def _of_job(job: PackJob, format: Format) -> Provenance:
     )
 
 
-def _copied(
-    source: Source,
-    states: Mapping[str, TensorInfo],
-    values: Mapping[str, Job],
-    components: Mapping[str, CopyJob],
-) -> Iterator[tuple[str, Provenance]]:
-    """Yields name and provenance of weights whose tensors are copied one by one.
+def _of_source(source: Source) -> dict[str, Provenance]:
+    """Returns what the weights of a source are whose tensors are copied one by one.
 
-    A weight whose quant state cannot be read is left out: nothing can be said of it.
+    Nothing can be said of a source whose quant states cannot be read.
     """
-    contents = read_together(source, list(states.values()))
     scales_of = recorded_scales(source.recorded_in)
-    for name, state in states.items():
-        job = values.get(name)
-        if not isinstance(job, CopyJob):
-            continue
-        is_nested = f"{name}.nested_absmax" in components
-        fields, _ = read_quant_state(contents[state.name], is_nested)
-        if fields is None:
-            continue
-        format = Format(
-            quant_type=fields.quant_type,
-            blocksize=fields.blocksize,
-            double_quant=is_nested,
-            dtype=fields.dtype,
-            quant_storage=STORAGE_DTYPES.get(job.dtype, "uint8"),
-            scales=scales_of(name),
-        )
-        yield name, Provenance(KEPT, f"bitsandbytes {format}", True, format)
+    found = {}
+    with suppress(SourceError):
+        for tensor in present_encoded(source).tensors:
+            if isinstance(tensor.encoding, Bitsandbytes4bit):
+                format = replace(tensor.encoding.format, scales=scales_of(tensor.name))
+                found[tensor.name] = Provenance(KEPT, tensor.made_from, True, format)
+    return found
 
 
 def groups_of(weights: Mapping[str, Provenance]) -> list[dict[str, Any]]:

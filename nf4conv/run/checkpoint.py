@@ -9,7 +9,6 @@ from typing import Final
 
 from nf4conv.errors import OutputError
 from nf4conv.options import RunOptions
-from nf4conv.output.folder import require_no_dead_link
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
@@ -19,6 +18,7 @@ from nf4conv.run.device.choice import open_device
 from nf4conv.run.filling import Card, Filling
 from nf4conv.run.loop import Pipeline, make_pipeline
 from nf4conv.run.parts import finish_if_whole, verification_of
+from nf4conv.system.folders import is_link
 from nf4conv.system.machine import peak_resident
 
 _log: Final = logging.getLogger(__name__)
@@ -104,7 +104,8 @@ def _tell_nobody(name: str, path: Path) -> None:
 
 def require_apart(source: Path, out: Path) -> None:
     """Refuses an output folder that is the source, lies in it, holds it, or is a dead link."""
-    require_no_dead_link(out)
+    if is_link(out) and not out.exists():
+        raise OutputError(f"{out}: is a link that leads nowhere; remove it", path=out)
     source, out = source.resolve(), out.resolve()
     if out == source:
         what = "is the source folder"

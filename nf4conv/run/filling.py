@@ -18,7 +18,7 @@ from nf4conv.errors import VerificationError
 from nf4conv.format import units
 from nf4conv.format.layout import Format
 from nf4conv.options import RunOptions
-from nf4conv.output.folder import OutputFolder, index_of
+from nf4conv.output.folder import OutputFolder
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
 from nf4conv.output.writer import ShardWriter
@@ -137,14 +137,8 @@ class Filling:
                 folder.copy(str(name), plan.source.folder / name)
             else:
                 folder.write_pieces(str(name), made[str(name)]())
-        files = {}
-        headers = 0
-        for shard in plan.output.shards:
-            headers += shard.header_size
-            for tensor in shard.tensor_names():
-                files[tensor] = shard.name
         folder.finish(
-            index=index_of(plan.source.stem, folder.size - headers, files),
+            stem=plan.source.stem,
             card=card(folder.size, verification),
             record=plan.record,
             config=plan.config_bytes,

@@ -11,12 +11,11 @@ from typing import Any
 
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import WritingOptions
-from nf4conv.output.folder import OutputFolder, as_json, index_of
+from nf4conv.output.folder import OutputFolder, as_json
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.plan.fingerprint import named_options
 from nf4conv.plan.rows import PlanTotals
 from nf4conv.report.results import RunReport, VerificationSummary
-from nf4conv.sources.header import read_header
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.unfinished import LAST_FILES, RECORD, is_filled_in_parts
 
@@ -43,24 +42,13 @@ def _finish(folder: SharedFolder, plan: Mapping[str, Any], *, reread: bool) -> i
     verification = verification_of(folder) if plan["--verify"] else None
     config = last["config.json"]
     folder.finish(
-        index=_index(folder, last["stem"]),
+        stem=last["stem"],
         card=_card(last, folder.size, verification),
         record=last[MAKING],
         config=None if config is None else config.encode(),
         verified=None if verification is None else asdict(verification),
     )
     return 0
-
-
-def _index(folder: SharedFolder, stem: str) -> dict[str, bytes]:
-    """Returns the index of the shards by its name; nothing if there is only one shard."""
-    total = 0
-    files = {}
-    for name in folder.finished:
-        for tensor in read_header(folder.out / name):
-            total += tensor.nbytes
-            files[tensor.name] = name
-    return index_of(stem, total, files)
 
 
 def _card(last: Mapping[str, Any], size: int, verified: VerificationSummary | None) -> str | None:

@@ -31,8 +31,8 @@ FP8 = {UP: torch.ones(64, 64).to(torch.float8_e4m3fn), f"{UP}_scale_inv": torch.
 # --- tracebacks of a campaign, each a kind --------------------------------------------------------
 
 WEIGHTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "a huge offset": (with_state(nested_offset=2**200), "too large for float32"),
-    "an offset without digits": (with_state(nested_offset="1"), "is not a number"),
+    "a huge offset": (with_state(nested_offset=2**200), "is no float32"),
+    "an offset without digits": (with_state(nested_offset="1"), "is no float32"),
     "a huge shape": (with_state(shape=[0, 2**200]), "is not a shape"),
     "many dimensions": (with_state(shape=[1] * 65), "is not a shape"),
     "a quant state of floats": (packed() | {STATE: packed()[STATE].float()}, "are no quant state"),

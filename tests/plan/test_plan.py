@@ -12,7 +12,7 @@ from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.format.layout import Format
 from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.fingerprint import plan_fingerprint
-from nf4conv.plan.jobs import CopyJob, PackJob
+from nf4conv.plan.jobs import CopyJob, PackJob, component_name
 from nf4conv.sources.header import build_header
 from nf4conv.sources.tensors import TensorInfo
 
@@ -76,7 +76,10 @@ def test_properties(format):
             assert position == shard.fixed_size
             # every name once, all components of a weight here, and the header as long as it can get
             # still fits
-            names = list(shard.tensor_names())
+            names = []
+            for job in shard.jobs:
+                parts = job.components if isinstance(job, PackJob) else ()
+                names += [component_name(job, part) for part in parts] or [job.name]
             blobs = [name for name in names if "quant_state" in name]
             assert sorted(names) == sorted([entry[0] for entry in entries] + blobs)
             packed = [job for job in shard.jobs if isinstance(job, PackJob)]
