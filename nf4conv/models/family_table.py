@@ -7,9 +7,8 @@ pattern matches nothing. tests/architectures and tests/diffusers convert and loa
 these families; how experts are stacked was read off transformers 5.23.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 Kept: TypeAlias = tuple[tuple[str, str], ...]
 """Patterns of modules that must not be packed, each with the reason that users read."""
@@ -204,237 +203,250 @@ DETECTOR: Final = Family(
 )
 LLAMA4: Final = Family(splits_experts=True, experts=(TRANSPOSED,))
 
-_TABLE: Final[Mapping[str, Family]] = {
-    # Conv1D stores [in, out]
-    "gpt2 openai-gpt imagegpt decision_transformer clvp_decoder": Family(
-        transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$"
-    ),
-    # transformers itself keeps these weights out of 4-bit
-    "t5 mt5 umt5 udop pop2piano": Family(keep=((r"(^|\.)wo$", NEVER_QUANTIZED),)),
-    "deepseek_v32 glm_moe_dsa mistral_large4_text": replace(SINGLE, keep=SPARSE_INDEXER.keep),
-    "mistral_large4": replace(SPARSE_INDEXER, renames_towers=True),
-    "axk2": replace(
-        SINGLE,
-        keep=SPARSE_INDEXER.keep,
-        renamed=((r"W_down$", "mlp.fc1"), (r"W_up$", "mlp.fc2")),
-    ),
-    "deepseek_v4": replace(
-        SINGLE,
-        keep=(
-            (r"compressor\.(wgate|wkv)$|indexer\.weights_proj$", NEVER_QUANTIZED),
-            (r"\.wo_a$", SUBCLASS),
-        ),
-        renamed=((r".*\.wgate$", "compressor.gate_proj"), (r".*\.wo_a$", "o_a_proj")),
-    ),
-    "blip-2": Family(keep=((r"^qformer\.", NEVER_QUANTIZED),)),
-    # packed, these weights would be cast to another dtype or computed with as the bytes they are;
-    # like T5, the first four read the weight of `wo` outside of its module
-    "longt5 switch_transformers pix2struct kosmos-2.5": Family(
-        keep=((r"(^|\.)wo$", READ_DIRECTLY),)
-    ),
-    "colpali colqwen2 colmodernvbert": Family(
-        keep=((r"(^|\.)embedding_proj_layer$", READ_DIRECTLY),),
-        # as transformers 5.0 has them
-        heads=("vlm.model.vision_tower", "vlm.model.visual", "vlm.model.multi_modal_projector"),
-    ),
-    "neomme": Family(keep=((r"(^|\.)proj$", READ_DIRECTLY),), heads=("unembedding_projection",)),
-    "wavlm": Family(keep=((r"(^|\.)attention\.(q|k|v|out)_proj$", READ_DIRECTLY),)),
-    "mobilebert": Family(keep=((r"^cls\.", READ_DIRECTLY),)),
-    "falcon RefinedWeb RefinedWebModel": Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),)),
-    "ibert": Family(
-        keep=((r"(^|\.)encoder\.", "not an nn.Linear: I-BERT quantizes to integers itself"),)
-    ),
-    # transformers 5 takes these weights apart or merges them when it loads them
-    "nomic_bert jina_embeddings_v3": _converted("Wqkv", QKV),
-    "gte": _converted("qkv_proj|up_gate_proj", QKV + GATE_UP),
-    "hrm_text": _converted("gqkv_proj|gate_up_proj", QKV + GATE_UP),
-    "molmo2": replace(MOLMO2, renames_towers=True),
-    "molmo2_text": MOLMO2,
-    "tipsv2 tipsv2_vision_model": TIPS,
-    "tipsv2_dpt": replace(
-        TIPS,
-        renamed=(
-            *TIPS.renamed,
-            (r"^\w+_head\.reassemble\.", "neck.reassemble_stage."),
-            (r"^\w+_head\.\w+_head$", "decoder.head"),
-        ),
-    ),
-    "tipsv2_text_model": Family(heads=(*QKV, "self_attn.out_proj")),
-    "sapiens2": _converted("w12", GATE_UP),
-    "radio": replace(_converted("qkv", QKV), heads=("embeddings.patch_projection",)),
-    "gradium_phonon_tts": _converted("in_proj", QKV),
-    "nemo_speechlm": _converted("w_qkv", QKV),
-    "minimax_m3_vl": _converted(r"shared_experts\.(gate|up)_proj", ("gate_up_proj",)),
-    # transformers 5 renames these modules
-    "phimoe mixtral minimax minimax_m2": BLOCK_SPARSE,
-    "bailing_hybrid": replace(
-        SINGLE,
-        renamed=(
-            (r"\.attention\.(f_proj)$", r".self_attn.forget_gate.\1"),
-            (r"\.attention\.", ".self_attn."),
-        ),
-    ),
-    "lfm3": Family(renamed=((r"\.self_attn\.gate_proj$", ".self_attn.g_proj"),)),
-    "nemotron_h": NEMOTRON_H,
-    "nemotron_h_omni": replace(NEMOTRON_H, renames_towers=True),
-    "qwen2_5_omni": Family(
-        renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),)
-    ),
-    "pi0": Family(renamed=((r"^paligemma_with_expert\.paligemma\.model\.", "model.vlm."),)),
-    "hyperclovax_vision_v2": Family(renamed=((r"^model\.vision_projector$", "model.projector"),)),
-    # the encoder has the decoder's layers, and they are not on disk as its own; skipping "encoder"
-    # as a whole would skip them
-    "diffusion_gemma": Family(
-        renamed=((r"(^|\.)decoder\.layers\.", r"\1encoder.language_model.layers."),)
-    ),
-    "sam3_tracker sam3_video": Family(renamed=((r"^tracker_model\.", ""),)),
-    # names as transformers 4 saves them
-    "gemma3n_text": Family(
-        renamed=(
-            (r"^model\.language_model\.", "model."),
-            (r"^model\.language_model\.per_layer_model\.language_model_", "model.per_layer_model_"),
-        )
-    ),
-    "gpt_neox": Family(renamed=((r"^embed_out$", "lm_head"),)),
-    # modules that are not on disk under their own name
-    "gpt_neox_japanese": Family(heads=("embed_out",)),
-    "biogpt trocr": Family(heads=("output_projection",)),
-    "modernbert modernbert-decoder": Family(heads=("decoder", "head")),
-    "distilbert": Family(heads=("vocab_projector",)),
-    "whisper canary cohere_asr moonshine": Family(heads=("proj_out",)),
-    "granite_speech5_ctc": Family(heads=("ctc_head",)),
-    "bark": Family(heads=("fine_acoustics.lm_heads",)),
-    "xlm flaubert": Family(heads=("pred_layer", "sequence_summary")),
-    "xlnet": Family(heads=("lm_loss", "sequence_summary", "logits_proj")),
-    "qwen4_exp_text": replace(SINGLE, heads=("block_inject_weight",)),
-    "lfm3_vl_vision": Family(heads=("patch_embed",)),
-    "ultravbert": Family(heads=("projection_head",)),
-    "zamba": Family(
-        keep=((r"\.shared_transf\.", SHARED),),
-        heads=(
-            "shared_transf",
-            *(f"shared_transf.self_attn.{name}" for name in (*QKV, "o_proj")),
-            *(f"shared_transf.feed_forward.{name}" for name in (*GATE_UP, *DOWN)),
-        ),
-    ),
-    "shieldgemma2": Family(heads=("model.model.vision_tower", "model.model.multi_modal_projector")),
-    "electra convbert": Family(heads=("generator_lm_head",)),
-    "luke": Family(heads=("entity_predictions",)),
-    # the attention of RF-DETR is also taken apart when transformers 5 loads it
-    "rf_detr": replace(
-        DETECTOR,
-        heads=(*DETECTOR.heads, *(f"self_attn.{name}" for name in QKV)),
-        renamed=(
-            (r"^transformer\.", "model."),
-            (r"^(model|transformer|segmentation_head)\.", ""),
-            # with a segmentation head
-            (r"^(bbox_embed|class_embed)", r"model.\1"),
-            (r"^transformer\.", "model.model."),
-        ),
-    ),
-    "grounding-dino mm-grounding-dino deformable_detr d_fine deimv2 rt_detr rt_detr_v2": DETECTOR,
-    "pp_doclayout_v3 lw_detr": DETECTOR,
-    "pp_doclayout_v4": replace(
-        DETECTOR,
-        keep=(
-            *DETECTOR.keep,
-            (r"(^|\.)decoder_(roor_)?(global_pointer|order_head)(\.|$)", "an output head"),
-        ),
-        heads=(
-            *DETECTOR.heads,
-            "decoder.relative_order_head",
-            "decoder.successor_order_head",
-            "model.decoder.relative_order_head",
-            "model.decoder.successor_order_head",
-        ),
-    ),
-    "dab-detr": Family(keep=((r"^bbox_predictor\.", TIED),), heads=("model.decoder.bbox_embed",)),
-    # vision and audio parts that are renamed, or have no name of their own
-    "hunyuan_vl kimi_k25 qianfan_ocr unlimited_ocr": RENAMED_TOWERS,
-    "ernie4_5_vl_moe": replace(RENAMED_TOWERS, has_uneven_experts=True),
-    "inkling2": replace(RENAMED_TOWERS, experts=(INKLING, STANDARD)),
-    "step3p7": replace(RENAMED_TOWERS, experts=(STEP,)),
-    "cosmos3_omni": Family(
-        keep=((r"^(blocks|merger|deepstack_merger_list|patch_embed)\.", "in the vision part"),)
-    ),
-    "deepseek_ocr2": Family(
-        keep=((r"(^|\.)(qwen2_model|sam_model|projector)\.", "in the vision part"),)
-    ),
-    # these compute in float32 what they make sound of
-    "csm kyutai_speech_to_text moshi": Family(
-        keep=((r"^(codec_model|audio_encoder)\.", "an audio codec"),)
-    ),
-    # its head is called "output"; listed, that name would hit the output of every attention
-    "git": Family(linear=r"^output$"),
-    # experts that are stored one by one
-    "afmoe axk1 beam cohere2_moe deepseek_ocr2_text deepseek_v2 deepseek_v3 dots1": SINGLE,
-    "dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite": SINGLE,
-    "glm5_next_text hunyuan_v1_moe hy_v3 jamba kimi_linear kolibri1 laguna lfm2_moe": SINGLE,
-    "mellum mimo_v2_flash olmoe qwen2_moe qwen3_5_moe_text qwen3_next": SINGLE,
-    "qwen3_omni_moe_text solar_open unlimited_ocr_text": SINGLE,
-    "qwen3_moe qwen3_omni_moe_talker_text": replace(SINGLE, counts_experts_twice=True),
-    "glm4v_moe_text minimax_m3_vl_text": replace(SINGLE, stacks_alone=True),
-    "ernie4_5_vl_moe_text longcat_flash": Family(has_uneven_experts=True),
-    # experts that authors store as stacks
-    "diffusion_gemma_text gemma4_text granitemoe_swa mistral4 muse_spark_text zaya": STACKED,
-    "hy_v4": replace(STACKED, float32=r"(weights_proj|k_norm|^lm_head)$"),
-    "openai_privacy_filter": Family(experts=(TRANSPOSED,)),
-    # load packed in transformers 4 and 5 alike, once they are split
-    "llama4 llama4_text": LLAMA4,
-    "qwen3_vl_moe": Family(experts=(QWEN3_VL,)),
-    "qwen3_vl_moe_text": Family(experts=(QWEN3_VL,), stacks_alone=True, counts_experts_twice=True),
-    "granitemoe granitemoehybrid granitemoeshared": Family(experts=(GRANITE, STANDARD)),
-    "inkling_mm_model": Family(experts=(INKLING, STANDARD)),
-    "inkling_model": Family(float32=r"sconv"),
-    "inkling_text": Family(float32=r"sconv", experts=(INKLING, STANDARD)),
-    "inkling2_text": Family(float32=r"sconv|convolution", experts=(INKLING, STANDARD)),
-    "aria aria_text": Family(experts=(ARIA, TRANSPOSED)),
-    "step3p5": Family(experts=(STEP,)),
-    "gpt_oss": Family(experts=(GPT_OSS,)),
-    # Submodels of diffusers. Every one has the first key in its config, with its class as value;
-    # experts of theirs are one nn.Linear each, as in HiDream
-    "_class_name": Family(only_blocks=True, linear=r"\.experts\.\d+\."),
-    "AnyFlowTransformer3DModel AnyFlowFARTransformer3DModel ChronoEditTransformer3DModel "
-    "SkyReelsV2Transformer3DModel WanTransformer3DModel WanVACETransformer3DModel": _in_float32(
-        "rope|time_embedder|scale_shift_table|norm1|norm2|norm3"
-    ),
-    "Cosmos3OmniTransformer": _in_float32("time_embedder"),
-    "Flux3Transformer2DModel": _in_float32("norm_q|norm_k"),
-    "HeliosTransformer3DModel": _in_float32(
-        "time_embedder|scale_shift_table|norm1|norm2|norm3|history_key_scale"
-    ),
-    "JoyImageEditTransformer3DModel JoyImageEditPlusTransformer3DModel": _in_float32(
-        "time_embedder|norm1|norm2|norm_out"
-    ),
-    "Kandinsky5Transformer3DModel Kandinsky6Transformer3DModel Kandinsky6SRTransformer3DModel": (
-        _in_float32(r"time_embeddings|pooled_bias|\w*modulation")
-    ),
-    "Krea2Transformer2DModel": replace(
-        _in_float32("norm|norm1|norm2|norm_q|norm_k"),
-        linear=r"\.ff\.gate$",  # of a gated feed-forward network: no router
-    ),
-    "MiniMaxH3Transformer3DModel": _in_float32(
-        "proj_in|audio_proj_in|time_embedder|proj_out|audio_proj_out|rope"
-    ),
-    "RFD4ProteinaTransformer": _in_float32("cond_factory|norm|ln_out"),
-    "UNet2DModel": Family(
-        keep=((r"\.(query|key|value|proj_attn)$", OLD_ATTENTION),),
-        renamed=(
-            (r"\.query$", ".to_q"),
-            (r"\.key$", ".to_k"),
-            (r"\.value$", ".to_v"),
-            (r"\.proj_attn$", ".to_out.0"),
-        ),
-    ),
-    "WanAnimateTransformer3DModel": _in_float32(
-        "rope|time_embedder|scale_shift_table|norm1|norm2|norm3|motion_synthesis_weight"
-    ),
-    "WanAnimate2Transformer3DModel": _in_float32(
-        "time_embedding|time_projection|scale_shift_table|norm1|norm2|norm3|modulation"
-    ),
-}
-
-FAMILIES: Final[Mapping[str, Family]] = {
-    name: family for names, family in _TABLE.items() for name in names.split()
-}
+FAMILIES: Final[dict[str, Family]] = {}
 """The family of each model_type, and of each class of diffusers."""
+
+
+def _add(names: str, base: Family = Family(), **changes: Any) -> None:
+    FAMILIES.update(dict.fromkeys(names.split(), replace(base, **changes)))
+
+
+# Conv1D stores [in, out]
+_add(
+    "gpt2 openai-gpt imagegpt decision_transformer clvp_decoder",
+    transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$",
+)
+# transformers itself keeps these weights out of 4-bit
+_add("t5 mt5 umt5 udop pop2piano", keep=((r"(^|\.)wo$", NEVER_QUANTIZED),))
+_add("deepseek_v32 glm_moe_dsa mistral_large4_text", SINGLE, keep=SPARSE_INDEXER.keep)
+_add("mistral_large4", SPARSE_INDEXER, renames_towers=True)
+_add(
+    "axk2",
+    SINGLE,
+    keep=SPARSE_INDEXER.keep,
+    renamed=((r"W_down$", "mlp.fc1"), (r"W_up$", "mlp.fc2")),
+)
+_add(
+    "deepseek_v4",
+    SINGLE,
+    keep=(
+        (r"compressor\.(wgate|wkv)$|indexer\.weights_proj$", NEVER_QUANTIZED),
+        (r"\.wo_a$", SUBCLASS),
+    ),
+    renamed=((r".*\.wgate$", "compressor.gate_proj"), (r".*\.wo_a$", "o_a_proj")),
+)
+_add("blip-2", keep=((r"^qformer\.", NEVER_QUANTIZED),))
+# packed, these weights would be cast to another dtype or computed with as the bytes they are;
+# like T5, the first four read the weight of `wo` outside of its module
+_add("longt5 switch_transformers pix2struct kosmos-2.5", keep=((r"(^|\.)wo$", READ_DIRECTLY),))
+_add(
+    "colpali colqwen2 colmodernvbert",
+    keep=((r"(^|\.)embedding_proj_layer$", READ_DIRECTLY),),
+    # as transformers 5.0 has them
+    heads=("vlm.model.vision_tower", "vlm.model.visual", "vlm.model.multi_modal_projector"),
+)
+_add("neomme", keep=((r"(^|\.)proj$", READ_DIRECTLY),), heads=("unembedding_projection",))
+_add("wavlm", keep=((r"(^|\.)attention\.(q|k|v|out)_proj$", READ_DIRECTLY),))
+_add("mobilebert", keep=((r"^cls\.", READ_DIRECTLY),))
+_add("falcon RefinedWeb RefinedWebModel", keep=((r"(self_attention|mlp)\.", SUBCLASS),))
+_add("ibert", keep=((r"(^|\.)encoder\.", "not an nn.Linear: I-BERT quantizes to integers itself"),))
+# transformers 5 takes these weights apart or merges them when it loads them
+_add("nomic_bert jina_embeddings_v3", _converted("Wqkv", QKV))
+_add("gte", _converted("qkv_proj|up_gate_proj", QKV + GATE_UP))
+_add("hrm_text", _converted("gqkv_proj|gate_up_proj", QKV + GATE_UP))
+_add("molmo2", MOLMO2, renames_towers=True)
+_add("molmo2_text", MOLMO2)
+_add("tipsv2 tipsv2_vision_model", TIPS)
+_add(
+    "tipsv2_dpt",
+    TIPS,
+    renamed=(
+        *TIPS.renamed,
+        (r"^\w+_head\.reassemble\.", "neck.reassemble_stage."),
+        (r"^\w+_head\.\w+_head$", "decoder.head"),
+    ),
+)
+_add("tipsv2_text_model", heads=(*QKV, "self_attn.out_proj"))
+_add("sapiens2", _converted("w12", GATE_UP))
+_add("radio", _converted("qkv", QKV), heads=("embeddings.patch_projection",))
+_add("gradium_phonon_tts", _converted("in_proj", QKV))
+_add("nemo_speechlm", _converted("w_qkv", QKV))
+_add("minimax_m3_vl", _converted(r"shared_experts\.(gate|up)_proj", ("gate_up_proj",)))
+# transformers 5 renames these modules
+_add("phimoe mixtral minimax minimax_m2", BLOCK_SPARSE)
+_add(
+    "bailing_hybrid",
+    SINGLE,
+    renamed=(
+        (r"\.attention\.(f_proj)$", r".self_attn.forget_gate.\1"),
+        (r"\.attention\.", ".self_attn."),
+    ),
+)
+_add("lfm3", renamed=((r"\.self_attn\.gate_proj$", ".self_attn.g_proj"),))
+_add("nemotron_h", NEMOTRON_H)
+_add("nemotron_h_omni", NEMOTRON_H, renames_towers=True)
+_add("qwen2_5_omni", renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),))
+_add("pi0", renamed=((r"^paligemma_with_expert\.paligemma\.model\.", "model.vlm."),))
+_add("hyperclovax_vision_v2", renamed=((r"^model\.vision_projector$", "model.projector"),))
+# the encoder has the decoder's layers, and they are not on disk as its own; skipping "encoder"
+# as a whole would skip them
+_add(
+    "diffusion_gemma", renamed=((r"(^|\.)decoder\.layers\.", r"\1encoder.language_model.layers."),)
+)
+_add("sam3_tracker sam3_video", renamed=((r"^tracker_model\.", ""),))
+# names as transformers 4 saves them
+_add(
+    "gemma3n_text",
+    renamed=(
+        (r"^model\.language_model\.", "model."),
+        (r"^model\.language_model\.per_layer_model\.language_model_", "model.per_layer_model_"),
+    ),
+)
+_add("gpt_neox", renamed=((r"^embed_out$", "lm_head"),))
+# modules that are not on disk under their own name
+_add("gpt_neox_japanese", heads=("embed_out",))
+_add("biogpt trocr", heads=("output_projection",))
+_add("modernbert modernbert-decoder", heads=("decoder", "head"))
+_add("distilbert", heads=("vocab_projector",))
+_add("whisper canary cohere_asr moonshine", heads=("proj_out",))
+_add("granite_speech5_ctc", heads=("ctc_head",))
+_add("bark", heads=("fine_acoustics.lm_heads",))
+_add("xlm flaubert", heads=("pred_layer", "sequence_summary"))
+_add("xlnet", heads=("lm_loss", "sequence_summary", "logits_proj"))
+_add("qwen4_exp_text", SINGLE, heads=("block_inject_weight",))
+_add("lfm3_vl_vision", heads=("patch_embed",))
+_add("ultravbert", heads=("projection_head",))
+_add(
+    "zamba",
+    keep=((r"\.shared_transf\.", SHARED),),
+    heads=(
+        "shared_transf",
+        *(f"shared_transf.self_attn.{name}" for name in (*QKV, "o_proj")),
+        *(f"shared_transf.feed_forward.{name}" for name in (*GATE_UP, *DOWN)),
+    ),
+)
+_add("shieldgemma2", heads=("model.model.vision_tower", "model.model.multi_modal_projector"))
+_add("electra convbert", heads=("generator_lm_head",))
+_add("luke", heads=("entity_predictions",))
+# the attention of RF-DETR is also taken apart when transformers 5 loads it
+_add(
+    "rf_detr",
+    DETECTOR,
+    heads=(*DETECTOR.heads, *(f"self_attn.{name}" for name in QKV)),
+    renamed=(
+        (r"^transformer\.", "model."),
+        (r"^(model|transformer|segmentation_head)\.", ""),
+        # with a segmentation head
+        (r"^(bbox_embed|class_embed)", r"model.\1"),
+        (r"^transformer\.", "model.model."),
+    ),
+)
+_add("grounding-dino mm-grounding-dino deformable_detr d_fine deimv2 rt_detr rt_detr_v2", DETECTOR)
+_add("pp_doclayout_v3 lw_detr", DETECTOR)
+_add(
+    "pp_doclayout_v4",
+    DETECTOR,
+    keep=(
+        *DETECTOR.keep,
+        (r"(^|\.)decoder_(roor_)?(global_pointer|order_head)(\.|$)", "an output head"),
+    ),
+    heads=(
+        *DETECTOR.heads,
+        "decoder.relative_order_head",
+        "decoder.successor_order_head",
+        "model.decoder.relative_order_head",
+        "model.decoder.successor_order_head",
+    ),
+)
+_add("dab-detr", keep=((r"^bbox_predictor\.", TIED),), heads=("model.decoder.bbox_embed",))
+# vision and audio parts that are renamed, or have no name of their own
+_add("hunyuan_vl kimi_k25 qianfan_ocr unlimited_ocr", RENAMED_TOWERS)
+_add("ernie4_5_vl_moe", RENAMED_TOWERS, has_uneven_experts=True)
+_add("inkling2", RENAMED_TOWERS, experts=(INKLING, STANDARD))
+_add("step3p7", RENAMED_TOWERS, experts=(STEP,))
+_add(
+    "cosmos3_omni",
+    keep=((r"^(blocks|merger|deepstack_merger_list|patch_embed)\.", "in the vision part"),),
+)
+_add("deepseek_ocr2", keep=((r"(^|\.)(qwen2_model|sam_model|projector)\.", "in the vision part"),))
+# these compute in float32 what they make sound of
+_add(
+    "csm kyutai_speech_to_text moshi", keep=((r"^(codec_model|audio_encoder)\.", "an audio codec"),)
+)
+# its head is called "output"; listed, that name would hit the output of every attention
+_add("git", linear=r"^output$")
+# experts that are stored one by one
+_add("afmoe axk1 beam cohere2_moe deepseek_ocr2_text deepseek_v2 deepseek_v3 dots1", SINGLE)
+_add("dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite", SINGLE)
+_add("glm5_next_text hunyuan_v1_moe hy_v3 jamba kimi_linear kolibri1 laguna lfm2_moe", SINGLE)
+_add("mellum mimo_v2_flash olmoe qwen2_moe qwen3_5_moe_text qwen3_next", SINGLE)
+_add("qwen3_omni_moe_text solar_open unlimited_ocr_text", SINGLE)
+_add("qwen3_moe qwen3_omni_moe_talker_text", SINGLE, counts_experts_twice=True)
+_add("glm4v_moe_text minimax_m3_vl_text", SINGLE, stacks_alone=True)
+_add("ernie4_5_vl_moe_text longcat_flash", has_uneven_experts=True)
+# experts that authors store as stacks
+_add("diffusion_gemma_text gemma4_text granitemoe_swa mistral4 muse_spark_text zaya", STACKED)
+_add("hy_v4", STACKED, float32=r"(weights_proj|k_norm|^lm_head)$")
+_add("openai_privacy_filter", experts=(TRANSPOSED,))
+# load packed in transformers 4 and 5 alike, once they are split
+_add("llama4 llama4_text", LLAMA4)
+_add("qwen3_vl_moe", experts=(QWEN3_VL,))
+_add("qwen3_vl_moe_text", experts=(QWEN3_VL,), stacks_alone=True, counts_experts_twice=True)
+_add("granitemoe granitemoehybrid granitemoeshared", experts=(GRANITE, STANDARD))
+_add("inkling_mm_model", experts=(INKLING, STANDARD))
+_add("inkling_model", float32=r"sconv")
+_add("inkling_text", float32=r"sconv", experts=(INKLING, STANDARD))
+_add("inkling2_text", float32=r"sconv|convolution", experts=(INKLING, STANDARD))
+_add("aria aria_text", experts=(ARIA, TRANSPOSED))
+_add("step3p5", experts=(STEP,))
+_add("gpt_oss", experts=(GPT_OSS,))
+# Submodels of diffusers. Every one has the first key in its config, with its class as value;
+# experts of theirs are one nn.Linear each, as in HiDream
+_add("_class_name", only_blocks=True, linear=r"\.experts\.\d+\.")
+_add(
+    "AnyFlowTransformer3DModel AnyFlowFARTransformer3DModel ChronoEditTransformer3DModel "
+    "SkyReelsV2Transformer3DModel WanTransformer3DModel WanVACETransformer3DModel",
+    _in_float32("rope|time_embedder|scale_shift_table|norm1|norm2|norm3"),
+)
+_add("Cosmos3OmniTransformer", _in_float32("time_embedder"))
+_add("Flux3Transformer2DModel", _in_float32("norm_q|norm_k"))
+_add(
+    "HeliosTransformer3DModel",
+    _in_float32("time_embedder|scale_shift_table|norm1|norm2|norm3|history_key_scale"),
+)
+_add(
+    "JoyImageEditTransformer3DModel JoyImageEditPlusTransformer3DModel",
+    _in_float32("time_embedder|norm1|norm2|norm_out"),
+)
+_add(
+    "Kandinsky5Transformer3DModel Kandinsky6Transformer3DModel Kandinsky6SRTransformer3DModel",
+    _in_float32(r"time_embeddings|pooled_bias|\w*modulation"),
+)
+_add(
+    "Krea2Transformer2DModel",
+    _in_float32("norm|norm1|norm2|norm_q|norm_k"),
+    linear=r"\.ff\.gate$",  # of a gated feed-forward network: no router
+)
+_add(
+    "MiniMaxH3Transformer3DModel",
+    _in_float32("proj_in|audio_proj_in|time_embedder|proj_out|audio_proj_out|rope"),
+)
+_add("RFD4ProteinaTransformer", _in_float32("cond_factory|norm|ln_out"))
+_add(
+    "UNet2DModel",
+    keep=((r"\.(query|key|value|proj_attn)$", OLD_ATTENTION),),
+    renamed=(
+        (r"\.query$", ".to_q"),
+        (r"\.key$", ".to_k"),
+        (r"\.value$", ".to_v"),
+        (r"\.proj_attn$", ".to_out.0"),
+    ),
+)
+_add(
+    "WanAnimateTransformer3DModel",
+    _in_float32("rope|time_embedder|scale_shift_table|norm1|norm2|norm3|motion_synthesis_weight"),
+)
+_add(
+    "WanAnimate2Transformer3DModel",
+    _in_float32("time_embedding|time_projection|scale_shift_table|norm1|norm2|norm3|modulation"),
+)
