@@ -95,7 +95,9 @@ def plan_calibration(
 
     def marked(job: Job) -> Job:
         if isinstance(job, PackJob) and job.name in weights:
-            return replace(job, original=job, reason=f"{job.reason}, calibrated")
+            calibrated = replace(job.format, scales="calibrated")
+            reason = f"{job.reason}, calibrated"
+            return replace(job, original=job, format=calibrated, reason=reason)
         return job
 
     output = plan.output.with_jobs(marked)

@@ -14,7 +14,7 @@ from nf4conv.format.dtypes import DTYPE_NAMES, FLOAT_TAGS
 from nf4conv.models.experts import find_stack, single_expert
 from nf4conv.models.families import families_of, is_transposed, layouts_of, stacked_layouts
 from nf4conv.models.module_names import HEADS, module_of
-from nf4conv.plan.jobs import CopyJob, PackJob, footprint
+from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.plan.joining import join_experts
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.arranged import StackedExperts
@@ -177,8 +177,8 @@ def _pair_weights(
                 )
             structure.note("names", weight.values.file, weight.values.name, text)
             continue
-        size = footprint(weight.format, origin.matrix.shape)
-        yield PackedPair(weight, PackJob(origin.tensor, origin.matrix, "stored in 4 bits", size))
+        job = PackJob(origin.tensor, origin.matrix, "stored in 4 bits", weight.format)
+        yield PackedPair(weight, job)
 
 
 def _origin_in(

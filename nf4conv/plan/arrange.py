@@ -15,12 +15,12 @@ together.
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.errors import PlanError
-from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
+from nf4conv.format.dtypes import DTYPE_NAMES, FLOAT_TAGS, TAGS
 from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import (
     ALIGNMENTS,
@@ -30,8 +30,6 @@ from nf4conv.plan.jobs import (
     Plan,
     Shard,
     entry_size,
-    footprint,
-    kept_format,
 )
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.header import LENGTH_BYTES, METADATA_KEY
@@ -77,14 +75,11 @@ def _jobs(
         )
     if isinstance(stored, Bitsandbytes4bit):
         [matrix] = decision.matrices
-        own = kept_format(format, tensor, stored)
-        return [PackJob(tensor, matrix, "stays as it is", footprint(own, matrix.shape), stored)]
+        own = replace(format, dtype=DTYPE_NAMES[tensor.dtype], scales=stored.scales)
+        return [PackJob(tensor, matrix, "stays as it is", own, stored)]
     if stored is not None:
         reason = f"{reason}, packed anew: {stored}"
-    return [
-        PackJob(tensor, matrix, reason, footprint(format, matrix.shape))
-        for matrix in decision.matrices
-    ]
+    return [PackJob(tensor, matrix, reason, format) for matrix in decision.matrices]
 
 
 def arrange(

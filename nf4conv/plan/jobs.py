@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.format.layout import Component, Format, components
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
@@ -68,8 +68,8 @@ class PackJob:
     matrix: PackedMatrix
     # why it is packed
     reason: str
-    # tensors that it becomes
-    footprint: Footprint
+    # how it is packed
+    format: Format
     # what its components are copied from; None for a weight that has to be packed
     stored: Bitsandbytes4bit | None = None
     # the job that reads a calibrated weight from the checkpoint; None for any other weight. Once
@@ -77,10 +77,13 @@ class PackJob:
     original: "PackJob | None" = None
     # where each component but the blob begins, from the start of the shard's data
     offsets: list[int] = field(default_factory=list)
+    # what it takes in the output
+    footprint: Footprint = field(init=False)
     # share of the source tensor's bytes that stand for the weight
     source_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.footprint = footprint(self.format, self.matrix.shape)
         self.source_bytes = self.source.nbytes
         if self.matrix.shape != self.source.shape:
             size = self.source_bytes * self.elements
@@ -184,18 +187,6 @@ class CopyJob:
 
 
 Job: TypeAlias = PackJob | CopyJob
-
-
-def kept_format(format: Format, tensor: TensorInfo, stored: Bitsandbytes4bit) -> Format:
-    """Returns the format of a weight that stays as it is among weights of another format."""
-    return replace(format, dtype=DTYPE_NAMES[tensor.dtype], scales=stored.scales)
-
-
-def format_of(job: PackJob, format: Format) -> Format:
-    """Returns the format of a weight, given that of the weights that are packed."""
-    if job.stored is None:
-        return format
-    return kept_format(format, job.source, job.stored)
 
 
 def component_name(job: PackJob, component: Component) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format, split_component
-from nf4conv.plan.jobs import CopyJob, PackJob, Plan, format_of
+from nf4conv.plan.jobs import CopyJob, PackJob, Plan
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, is_in_4_bits
 from nf4conv.sources.opening import present_encoded
 from nf4conv.sources.record import KEPT, PACKED, any_number, recorded_scales
@@ -48,25 +48,17 @@ def provenance_of(source: Source, plan: Plan) -> dict[str, Provenance]:
     is_copied = False
     for job in plan.jobs:
         if isinstance(job, PackJob):
-            found[job.name] = _of_job(job, plan.format)
+            found[job.name] = _of_job(job)
         elif job.source.encoding is None and split_component(job.name)[1]:
             is_copied = True
     return found or (_of_source(source) if is_copied else {})
 
 
-def _of_job(job: PackJob, format: Format) -> Provenance:
-    """Returns what the weight of a job is, given the format of the weights that are packed."""
-    if job.original is not None:
-        calibrated = replace(format, scales="calibrated")
-        is_from_4_bits = is_in_4_bits(job.original.source)
-        return Provenance(PACKED, job.original.source.made_from, is_from_4_bits, calibrated)
-    origin = PACKED if job.stored is None else KEPT
-    return Provenance(
-        origin=origin,
-        made_from=job.source.made_from,
-        is_from_4_bits=is_in_4_bits(job.source),
-        format=format_of(job, format),
-    )
+def _of_job(job: PackJob) -> Provenance:
+    """Returns what the weight of a job is; a calibrated one is packed from what it was before."""
+    read = job.original or job
+    origin = PACKED if read.stored is None else KEPT
+    return Provenance(origin, read.source.made_from, is_in_4_bits(read.source), job.format)
 
 
 def _of_source(source: Source) -> dict[str, Provenance]:

@@ -14,7 +14,7 @@ from typing import Final
 from nf4conv.format.layout import Format, parse_quant_state
 from nf4conv.options import VerifyOptions
 from nf4conv.output.writer import ShardWriter
-from nf4conv.plan.jobs import CopyJob, PackJob, component_name, format_of
+from nf4conv.plan.jobs import CopyJob, PackJob, component_name
 from nf4conv.plan.rows import distance
 from nf4conv.report.measured import ScaleErrors, WeightResult
 from nf4conv.report.results import VerificationSummary
@@ -120,9 +120,9 @@ class AuditOfWritten:
                 start,
                 start + component.nbytes,
             )
-        format = format_of(job, self._format)
-        fields = parse_quant_state(blob, format.double_quant)
-        return replace(described_weight(parts.pop(""), parts, fields, format.scales), blob=blob)
+        fields = parse_quant_state(blob, job.format.double_quant)
+        weight = described_weight(parts.pop(""), parts, fields, job.format.scales)
+        return replace(weight, blob=blob)
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong: what is damaged, then weights, the largest error first."""

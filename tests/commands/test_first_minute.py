@@ -10,6 +10,7 @@ from command_line import run
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.evidence import Why
 from nf4conv.errors import Nf4convError, SourceError
+from nf4conv.format.layout import Format
 from nf4conv.options import SourceOptions
 from nf4conv.plan.jobs import CopyJob, Footprint, Job, PackJob
 from nf4conv.report.advice import advice
@@ -102,7 +103,9 @@ def job(name: str, reason: str, bits: float, after: float, action: str = "copy")
         kept = CopyJob(tensor, "BF16", reason)
         kept.nbytes = nbytes
         return kept
-    return PackJob(tensor, PackedMatrix(name, shape), reason, Footprint((), (), nbytes, 0))
+    packed = PackJob(tensor, PackedMatrix(name, shape), reason, Format("nf4", 64, True, "bfloat16"))
+    packed.footprint = Footprint((), (), nbytes, 0)
+    return packed
 
 
 def test_a_run_that_saves_little_says_why():
