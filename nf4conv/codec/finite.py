@@ -1,4 +1,4 @@
-"""Tells whether float32 values are finite, and how large they are."""
+"""Tells whether float32 values are finite."""
 
 import numpy as np
 
@@ -6,11 +6,6 @@ import numpy as np
 def are_finite(values: memoryview) -> bool:
     """Returns True if no float32 value in these bytes is NaN or infinite."""
     return bool(np.isfinite(np.frombuffer(values, np.float32)).all())
-
-
-def largest_magnitude(values: memoryview) -> float:
-    """Returns the largest magnitude of float32 values; NaN if one of them is NaN."""
-    return float(np.abs(np.frombuffer(values, np.float32)).max())
 
 
 def count_improper(scales: memoryview, *, may_be_negative: bool) -> int:

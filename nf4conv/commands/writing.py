@@ -155,7 +155,7 @@ def _write_one(
         if isinstance(options, DequantizeOptions):
             from nf4conv.run.tasks.scan import check_scales  # quantizing does not need it
 
-            check_scales(list(plan.output.jobs), plan.source, options)
+            check_scales(list(plan.output.jobs), plan.source)
         if plan.calibration is None:
             return write_checkpoint(plan, out, options, progress, card, announce)
         made = plan.calibration.carry_out(plan, out, options, progress)

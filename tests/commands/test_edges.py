@@ -100,7 +100,7 @@ def test_decoded_values_that_a_cast_would_make_infinite_are_refused(tmp_path, tr
     ) == pytest.approx(1e30, rel=0.01)
     with pytest.raises(SourceError) as caught:
         nf4conv.dequantize(tmp_path / "packed", tmp_path / "half", dtype="float16", **CPU)
-    message = rf"{name}: [\d,]+ of 12,288 values are too large for float16; --dtype bf16 holds them"
+    message = rf"{name}: has values too large for float16, to which it would be cast"
     assert re.search(message, str(caught.value))
 
 

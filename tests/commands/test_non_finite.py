@@ -83,7 +83,7 @@ def test_dequantize_refuses_it_below_an_adapter_too(tmp_path: Path, model: Path,
 def test_what_float16_cannot_hold_is_told(tmp_path: Path, double_quant: bool, damage: str):
     source = packed_source(tmp_path / "source", double_quant, damage, 1e6)
     in_float16 = {"dtype": "float16"}
-    told = rf"{NAME}: [\d,]+ of 12,288 values are too large for float16; --dtype bf16 holds them"
+    told = rf"{NAME}: has values too large for float16, to which it would be cast"
     with pytest.raises(SourceError, match=told):
         nf4conv.dequantize(source, tmp_path / "out", **in_float16, **RUN)
     nf4conv.dequantize(source, tmp_path / "wide", **RUN)

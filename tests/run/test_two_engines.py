@@ -456,7 +456,7 @@ def test_decoded_values_too_large_for_the_dtype(tmp_path: Path, stored: torch.dt
     without = partial(nf4conv.dequantize, **BARE)
     for engine, command in (("bare", without), ("torch", partial(by_torch, nf4conv.dequantize))):
         command(packed, tmp_path / f"{engine} wide", dtype="float32")
-        refused = pytest.raises(SourceError, match=rf"{DOWN}: .* values are too large for float16")
+        refused = pytest.raises(SourceError, match=rf"{DOWN}: has values too large for float16")
         with nullcontext() if stored == torch.float16 else refused:
             command(packed, tmp_path / engine, dtype="float16")
     same(tmp_path / "bare wide", tmp_path / "torch wide")

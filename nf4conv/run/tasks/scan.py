@@ -1,20 +1,18 @@
 """Finds values that cannot be packed, or would not be finite once they are decoded.
 
 Passes that only count take torch. Scales of weights in 4 bits are looked at without: one that is
-NaN or infinite makes a block of NaN, and a large one makes values that float16 cannot hold. Reading
-them costs little: they take an eighth of the codes' bytes, and a few bytes of a weight with double
-quantization.
+NaN or infinite makes a block of NaN. Reading them costs little: they take an eighth of the codes'
+bytes, and a few bytes of a weight with double quantization.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
 from nf4conv.errors import SourceError
-from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES, TAGS
+from nf4conv.format.dtypes import DTYPE_BITS, TAGS
 from nf4conv.format.layout import Format, block_count
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
@@ -35,8 +33,6 @@ _LARGEST_SUM: Final = 3e38
 
 _AT_A_TIME: Final = 4  # weights
 _CHUNK: Final = 2**22  # bytes of scales that are read at once
-_FIRST_TOO_LARGE: Final = 65520.0
-"""The least magnitude that float16 rounds to infinity."""
 
 
 class UnfitValues(NamedTuple):
@@ -110,23 +106,23 @@ def unpackable(job: PackJob, format: Format, run: MachineOptions, source: Source
     return SourceError.about(tensor.file, name, text)
 
 
-def check_scales(jobs: Sequence[Job], source: Source, run: MachineOptions) -> None:
-    """Refuses weights in 4 bits that decode to NaN or infinity, or to what float16 cannot hold."""
-    large = []
-    for job, encoding, largest in _largest_of(jobs, source):
-        if not math.isfinite(largest):
-            raise SourceError.about(
-                job.source.file,
-                job.name,
-                "has scales that are NaN or infinite, and would decode to NaN; "
-                "quantize the original again",
-            )
-        # what was float16 before decodes to what bitsandbytes makes of it, infinity included
-        is_cast_to_float16 = job.dtype == "F16" and encoding.dtype != "F16"
-        if is_cast_to_float16 and largest >= _FIRST_TOO_LARGE:
-            large.append(job)
-    if large:
-        _refuse_overflow(large, source, run)
+def check_scales(jobs: Sequence[Job], source: Source) -> None:
+    """Refuses weights in 4 bits whose scales are NaN or infinite: they would decode to NaN."""
+    weights = []
+    for job in jobs:
+        if isinstance(job, CopyJob):
+            weights += [(job, encoding) for encoding in _encodings(job.source.unmerged)]
+    with open_reader(source) as reader, ThreadPoolExecutor(_AT_A_TIME) as pool:
+        encodings = [encoding for _, encoding in weights]
+        verdicts = pool.map(partial(_are_scales_finite, reader), encodings)
+        for (job, _), is_finite in zip(weights, verdicts, strict=True):
+            if not is_finite:
+                raise SourceError.about(
+                    job.source.file,
+                    job.name,
+                    "has scales that are NaN or infinite, and would decode to NaN; "
+                    "quantize the original again",
+                )
 
 
 def count_improper_scales(result: WeightResult, piece: int, worker: Worker) -> None:
@@ -150,23 +146,6 @@ def count_improper_scales(result: WeightResult, piece: int, worker: Worker) -> N
     worker.advance(weight.nbytes - weight.values.nbytes - scales.nbytes)
 
 
-def _largest_of(
-    jobs: Sequence[Job], source: Source
-) -> Iterator[tuple[CopyJob, Bitsandbytes4bit, float]]:
-    """Yields each weight in 4 bits, or expert of a stack of them, that a job decodes, with a
-    magnitude that no decoded value exceeds; NaN if one is NaN.
-    """
-    weights = []
-    for job in jobs:
-        if isinstance(job, CopyJob):
-            weights += [(job, encoding) for encoding in _encodings(job.source.unmerged)]
-    with open_reader(source) as reader, ThreadPoolExecutor(_AT_A_TIME) as pool:
-        encodings = [encoding for _, encoding in weights]
-        largest = pool.map(partial(_largest_scale, reader), encodings)
-        for (job, encoding), found in zip(weights, largest, strict=True):
-            yield job, encoding, found
-
-
 def _encodings(tensor: TensorInfo) -> Iterator[Bitsandbytes4bit]:
     if isinstance(tensor.encoding, Bitsandbytes4bit):
         yield tensor.encoding
@@ -175,32 +154,13 @@ def _encodings(tensor: TensorInfo) -> Iterator[Bitsandbytes4bit]:
             yield from _encodings(part)
 
 
-def _largest_scale(reader: Reader, encoding: Bitsandbytes4bit) -> float:
-    from nf4conv.codec.finite import largest_magnitude  # importing numpy takes a moment
+def _are_scales_finite(reader: Reader, encoding: Bitsandbytes4bit) -> bool:
+    from nf4conv.codec.finite import are_finite  # importing numpy takes a moment
 
     scales = encoding.absmax if encoding.nested_absmax is None else encoding.nested_absmax
-    largest = 0.0
     for start in range(scales.start, scales.stop, _CHUNK):
-        buffer = bytearray(min(_CHUNK, scales.stop - start))
-        reader.read_into(scales.file, start, memoryview(buffer))
-        found = largest_magnitude(memoryview(buffer))
-        if not math.isfinite(found):
-            return found
-        largest = max(largest, found)
-    return largest + abs(encoding.nested_offset or 0.0)
-
-
-def _refuse_overflow(jobs: Sequence[CopyJob], source: Source, run: MachineOptions) -> None:
-    """Raises a SourceError if a decoded value is too large for float16."""
-    wide = {job.name: job.source._replace(dtype="F32") for job in jobs}
-    limits = dict.fromkeys(wide, math.nextafter(_FIRST_TOO_LARGE, 0))
-    on_cpu = replace(run, device="cpu")  # few weights are looked at, whatever device computes
-    for name, count in count_values(wide, limits, on_cpu, source).items():
-        tensor = wide[name]
-        if count.too_large:
-            raise SourceError.about(
-                tensor.file,
-                name,
-                f"{count.too_large:,} of {tensor.elements:,} values are too "
-                f"large for {DTYPE_NAMES['F16']}; --dtype bf16 holds them",
-            )
+        buffer = memoryview(bytearray(min(_CHUNK, scales.stop - start)))
+        reader.read_into(scales.file, start, buffer)
+        if not are_finite(buffer):
+            return False
+    return math.isfinite(encoding.nested_offset or 0.0)
