@@ -1,8 +1,9 @@
 """Tensors to 4 bits and back: validates arguments, allocates results and calls a backend."""
 
+from typing import Any
+
 import torch
 
-from nf4conv.codec import cpu, reference
 from nf4conv.codec.backends import backend
 from nf4conv.codec.quant_state import (
     DTYPE_NAMES,
@@ -11,6 +12,7 @@ from nf4conv.codec.quant_state import (
     QuantState,
     code_table,
     decoding_of,
+    described_state,
 )
 from nf4conv.errors import CodecError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE, SCALES
@@ -135,13 +137,18 @@ def dequantize_4bit(
     decoding = decoding_of(quant_state)
     if torch.compiler.is_compiling():
         dequantize_op(packed, *decoding.tensors(), out, decoding.quant_type, decoding.blocksize)
-        return out
-    functions = backend(out.device)
-    if functions is cpu or functions is reference:
-        functions.dequantize_blocks(packed.view(-1), decoding, out.view(-1))
-    else:  # the kernels take any shape, and a view costs a microsecond
-        functions.dequantize_blocks(packed, decoding, out)
+    else:
+        backend(out.device).dequantize_blocks(packed, decoding, out)
     return out
+
+
+def decode_packed(*, values: torch.Tensor, dtype: torch.dtype, **described: Any) -> torch.Tensor:
+    """Decodes a weight that bitsandbytes packed to 4 bits, or some blocks of one, to its shape.
+
+    Takes the packed codes in any dtype; the rest is as of `described_state`.
+    """
+    state = described_state(dtype=dtype, **described)
+    return dequantize_4bit(values.view(torch.uint8), state)
 
 
 @torch.library.custom_op("nf4conv::dequantize_blocks", mutates_args=("out",))
@@ -158,9 +165,8 @@ def dequantize_op(
     """Calls the backend's `dequantize_blocks`; torch.compile sees an opaque operator that writes
     `out`.
     """
-    tensors = (absmax, nested_absmax, nested_code, offset)
-    decoding = Decoding.from_tensors(*tensors, quant_type, blocksize)
-    backend(out.device).dequantize_blocks(packed.view(-1), decoding, out.view(-1))
+    decoding = Decoding(absmax, quant_type, blocksize, nested_absmax, nested_code, offset)
+    backend(out.device).dequantize_blocks(packed, decoding, out)
 
 
 @dequantize_op.register_fake

@@ -72,63 +72,48 @@ class Decoding(NamedTuple):
     """Decodes the codes of a packed weight of n elements: what backends need of a QuantState.
 
     Attributes:
-        absmax: [ceil(n / blocksize)] float32, or uint8 codes with `state2`.
-        state2: decodes absmax; None when absmax is float32.
-        offset: 0-d float32, added to the decoded absmax; None without `state2`.
+        absmax: [ceil(n / blocksize)] float32, or uint8 codes with double quantization.
         quant_type: "nf4" or "fp4".
         blocksize: elements that share one absmax, a power of two from 32 to 4096.
+        nested_absmax, nested_code: [ceil(blocks / 256)] and [256] float32, of NestedState; they and
+            the offset are None without double quantization.
+        offset: 0-d float32, added to the decoded absmax.
         scales: "absmax" or "search", which found the absmax; "search" widens the bound of errors,
             and nothing else.
     """
 
     absmax: torch.Tensor
-    state2: NestedState | None
-    offset: torch.Tensor | None
     quant_type: str
     blocksize: int
+    nested_absmax: torch.Tensor | None = None
+    nested_code: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
     scales: str = "absmax"
 
     def form(self) -> Form:
         """Returns what kernels are prepared for."""
-        return Form(self.quant_type, self.blocksize, self.state2 is not None)
+        return Form(self.quant_type, self.blocksize, self.offset is not None)
 
     def addresses(self, packed: torch.Tensor) -> Addresses:
         """Returns where kernels find a weight with these packed codes."""
         first, second, third, fourth = [tensor.data_ptr() for tensor in self.pointers()]
         return packed.data_ptr(), first, second, third, fourth
 
-    def pointers(self) -> tuple[torch.Tensor, ...]:
+    def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns what kernels read: absmax, and the code, nested absmax and offset that decode it.
 
         Without double quantization, absmax stands in the place of the other three.
         """
-        if self.state2 is None or self.offset is None:
-            return self.absmax, self.absmax, self.absmax, self.absmax
-        return self.absmax, self.state2.code, self.state2.absmax, self.offset
+        absmax = self.absmax
+        if self.nested_code is None or self.nested_absmax is None or self.offset is None:
+            return absmax, absmax, absmax, absmax
+        return absmax, self.nested_code, self.nested_absmax, self.offset
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Returns absmax, nested absmax, its code and the offset, for torch's custom operators,
         which take no classes.
         """
-        if self.state2 is None:
-            return self.absmax, None, None, self.offset
-        return self.absmax, self.state2.absmax, self.state2.code, self.offset
-
-    @classmethod
-    def from_tensors(
-        cls,
-        absmax: torch.Tensor,
-        nested_absmax: torch.Tensor | None,
-        nested_code: torch.Tensor | None,
-        offset: torch.Tensor | None,
-        quant_type: str,
-        blocksize: int,
-    ) -> "Decoding":
-        """Makes it again of what `tensors` returned."""
-        state2 = None
-        if nested_absmax is not None and nested_code is not None:
-            state2 = NestedState(nested_absmax, nested_code)
-        return cls(absmax, state2, offset, quant_type, blocksize)
+        return self.absmax, self.nested_absmax, self.nested_code, self.offset
 
 
 @dataclass
@@ -200,9 +185,6 @@ class QuantState:
     def from_components(cls, parts: Mapping[str, torch.Tensor]) -> "QuantState":
         """Makes a state of the tensors that stand beside the packed codes on disk.
 
-        The stored nested_quant_map is used as it is: releases of bitsandbytes before 0.45.3 wrote
-        low-precision maps.
-
         Args:
             parts: the tensors that `components` returns, by suffix, or by names that end in a dot
                 and a suffix.
@@ -219,30 +201,55 @@ class QuantState:
         is_nested = "nested_absmax" in named
         fields = layout.parse_quant_state(blob, is_nested)
         absmax = named["absmax"]
-        device = absmax.device
-        offset: torch.Tensor | None = None
-        state2: NestedState | None = None
-        if is_nested:
-            offset = torch.tensor(fields.nested_offset, dtype=torch.float32, device=device)
-            state2 = NestedState(named["nested_absmax"], named["nested_quant_map"])
-        expected = torch.float32 if state2 is None else torch.uint8
+        expected = torch.uint8 if is_nested else torch.float32
         if absmax.dtype != expected:
             raise CodecError(f"absmax: {absmax.dtype}, expected {expected}")
-        return cls(
+        return described_state(
             absmax=absmax,
-            shape=torch.Size(fields.shape),
+            nested_absmax=named.get("nested_absmax"),
+            nested_quant_map=named.get("nested_quant_map"),
+            shape=fields.shape,
             dtype=DTYPES[fields.dtype],
-            blocksize=fields.blocksize,
             quant_type=fields.quant_type,
-            code=code_table(fields.quant_type, device),
-            offset=offset,
-            state2=state2,
+            blocksize=fields.blocksize,
+            nested_offset=fields.nested_offset,
         )
+
+
+def described_state(
+    *,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor | None = None,
+    nested_quant_map: torch.Tensor | None = None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    quant_type: str,
+    blocksize: int,
+    nested_offset: float | None,
+    **unread: torch.Tensor,  # noqa: ARG001
+) -> QuantState:
+    """Returns the state of a weight of which all is known that its JSON says.
+
+    The code map is the standard one of the data type. The stored nested_quant_map is used as it is:
+    releases of bitsandbytes before 0.45.3 wrote low-precision maps.
+    """
+    offset = None
+    state2 = None
+    if nested_absmax is not None and nested_quant_map is not None:
+        offset = torch.tensor(nested_offset, dtype=torch.float32, device=absmax.device)
+        state2 = NestedState(nested_absmax, nested_quant_map)
+    code = code_table(quant_type, absmax.device)
+    whole = torch.Size(shape)
+    return QuantState(absmax, whole, dtype, blocksize, quant_type, code, offset, state2)
 
 
 def decoding_of(state: QuantState) -> Decoding:
     """Returns what backends need of a state, ours or bitsandbytes'."""
-    return Decoding(state.absmax, state.state2, state.offset, state.quant_type, state.blocksize)
+    plain = Decoding(state.absmax, state.quant_type, state.blocksize)
+    nested = state.state2
+    if nested is None:
+        return plain
+    return Decoding(*plain[:3], nested.absmax, nested.code, state.offset)
 
 
 def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

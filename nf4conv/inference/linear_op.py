@@ -90,8 +90,7 @@ def _decode(
     blocksize: int,
 ) -> torch.Tensor:
     """Returns the decoded weight, [n, k]."""
-    tensors = (absmax, nested_absmax, nested_code, offset)
-    decoding = Decoding.from_tensors(*tensors, quant_type, blocksize)
+    decoding = Decoding(absmax, quant_type, blocksize, nested_absmax, nested_code, offset)
     out = torch.empty((n, k), dtype=dtype, device=packed.device)
     codes = packed.contiguous().view(-1).view(torch.uint8)
     backend(out.device).dequantize_blocks(codes, decoding, out.view(-1))

@@ -11,17 +11,14 @@ from weights import special_weight
 
 from nf4conv.codec import cpu, reference
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.codec.quant_state import Decoding
+from nf4conv.codec.quant_state import decoding_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def compare(
-    weight: torch.Tensor, packed: torch.Tensor, state: object, quant_type: str, blocksize: int
-) -> int:
+def compare(weight: torch.Tensor, packed: torch.Tensor, state: object) -> int:
     """Both results are alike; returns how many values are outside the bound."""
-    decoding = Decoding(state.absmax, state.state2, state.offset, quant_type, blocksize)
-    arguments = (weight, packed.view(-1), decoding)
+    arguments = (weight, packed.view(-1), decoding_of(state))
     fast, slow = sums_of(cpu, *arguments), sums_of(reference, *arguments)
     assert fast[2:] == slow[2:]
     assert fast[:2] == pytest.approx(slow[:2], rel=1e-6, abs=0, nan_ok=True)
@@ -37,7 +34,7 @@ def test_random_weights(dtype: torch.dtype):
             torch.randn(elements, generator=torch.Generator().manual_seed(elements)) * 0.02
         ).to(dtype)
         packed, state = quantize_4bit(weight, quant_type, double_quant=double_quant)
-        assert compare(weight, packed, state, quant_type, 64) == 0
+        assert compare(weight, packed, state) == 0
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
@@ -46,7 +43,7 @@ def test_random_weights(dtype: torch.dtype):
 def test_special_blocks(blocksize: int, quant_type: str, double_quant: bool):
     weight = special_weight(torch.float32, blocksize, "constant")
     packed, state = quantize_4bit(weight, quant_type, blocksize, double_quant)
-    compare(weight, packed, state, quant_type, blocksize)
+    compare(weight, packed, state)
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
@@ -59,4 +56,4 @@ def test_wrong_codes_are_counted(quant_type: str, double_quant: bool):
         ^ (torch.rand(packed.shape, generator=torch.Generator().manual_seed(1)) < 0.01).byte()
         * 0x30
     )
-    assert compare(weight, damaged, state, quant_type, 64) > 100
+    assert compare(weight, damaged, state) > 100

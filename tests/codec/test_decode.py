@@ -17,8 +17,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from nf4conv import dequantize_4bit, quantize_4bit
 from nf4conv.codec.decode.fp4 import decode_fp4
-from nf4conv.codec.decode.packed import decode_packed
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
+from nf4conv.codec.ops import decode_packed
 from nf4conv.errors import CodecError
 
 same_bits = partial(weights.same_bits, any_nan=True)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from weights import DTYPES, spread_values
 
 from nf4conv.codec import backends, cpu, reference
-from nf4conv.codec.quant_state import Decoding, NestedState, code_table
+from nf4conv.codec.quant_state import Decoding, code_table
 from nf4conv.codec.reduction import cuda_mean
 
 # 1 / 0 is meant
@@ -77,15 +77,16 @@ def test_dequantizes_to_the_recorded_bytes(name: str, dtype: str) -> None:
         pytest.skip("the interpreter truncates to bfloat16")
     for case in CASES[dtype]:
         expected = vectors[f"{case}/dequantized"]
-        absmax, state2, offset = vectors[f"{case}/absmax"].to(device), None, None
+        absmax, nested = vectors[f"{case}/absmax"].to(device), ()
         if f"{case}/codes" in vectors:
             absmax = vectors[f"{case}/codes"].to(device)
-            offset = vectors[f"{case}/offset"].to(device)
-            state2 = NestedState(
-                vectors[f"{case}/nested_absmax"].to(device), code_table("dynamic", device)
+            nested = (
+                vectors[f"{case}/nested_absmax"].to(device),
+                code_table("dynamic", device),
+                vectors[f"{case}/offset"].to(device),
             )
         out = torch.empty_like(expected, device=device)
-        decoding = Decoding(absmax, state2, offset, case.split("/")[1], blocksize_of(case))
+        decoding = Decoding(absmax, case.split("/")[1], blocksize_of(case), *nested)
         backend.dequantize_blocks(vectors[f"{case}/packed"].to(device), decoding, out)
         finite = ~expected.isnan()
         assert torch.equal(out.cpu().isnan(), ~finite)

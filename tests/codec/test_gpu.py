@@ -164,7 +164,7 @@ def test_misaligned_and_odd_pieces_equal_the_whole(quant_type: str, dtype: str) 
     assert_same_bits(packed, whole)
     assert_same_bits(absmax, state.absmax)
     out = torch.zeros(weight.numel() + 1, dtype=weight.dtype, device=CUDA)[1:]
-    kernels.dequantize_blocks(packed, Decoding(absmax, None, None, quant_type, 64), out)
+    kernels.dequantize_blocks(packed, Decoding(absmax, quant_type, 64), out)
     assert_same_bits(out, ops.dequantize_4bit(whole, state))
 
 

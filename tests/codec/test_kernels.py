@@ -14,7 +14,7 @@ from weights import DTYPES, SPECIAL_BLOCKS, random_weight, spread_values
 from nf4conv.codec import kernels, ops, reference
 from nf4conv.codec.kernels import tables, vectors
 from nf4conv.codec.kernels.packing import nested
-from nf4conv.codec.quant_state import Decoding, NestedState, code_table, decoding_of
+from nf4conv.codec.quant_state import Decoding, code_table, decoding_of
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.codec.reference.dequantize import decoded_absmax
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
@@ -74,21 +74,18 @@ def test_dequantize(quant_type: str, dtype: str, nested: bool) -> None:
             -40, 30, (blocks,), generator=generator
         )
         absmax[0] = 0.0
-        state2, offset = None, None
+        nested_tensors = []
         if nested:
             absmax = torch.randint(256, (blocks,), generator=generator, dtype=torch.uint8)
             nested_absmax = torch.rand(-(-blocks // 256), generator=generator)
-            state2 = NestedState(nested_absmax, code_table("dynamic", torch.device("cpu")))
-            offset = torch.tensor(0.0871)
+            code = code_table("dynamic", torch.device("cpu"))
+            nested_tensors = [nested_absmax, code, torch.tensor(0.0871)]
         expected = torch.empty(elements, dtype=DTYPES[dtype])
-        reference.dequantize_blocks(
-            packed, Decoding(absmax, state2, offset, quant_type, blocksize), expected
-        )
+        decoding = Decoding(absmax, quant_type, blocksize, *nested_tensors)
+        reference.dequantize_blocks(packed, decoding, expected)
         out = torch.full((elements + 9,), 9.0, dtype=DTYPES[dtype], device=DEVICE)
-        if state2 is not None and offset is not None:
-            state2 = NestedState(state2.absmax.to(DEVICE), state2.code.to(DEVICE))
-            offset = offset.to(DEVICE)
-        decoding = Decoding(absmax.to(DEVICE), state2, offset, quant_type, blocksize)
+        nested_tensors = [tensor.to(DEVICE) for tensor in nested_tensors]
+        decoding = Decoding(absmax.to(DEVICE), quant_type, blocksize, *nested_tensors)
         kernels.dequantize_blocks(packed.to(DEVICE), decoding, out[:elements])
         assert torch.equal(bits(out[:elements]), bits(expected))
         assert (out[elements:] == 9).all()
@@ -247,6 +244,6 @@ def test_error_bound_fails_only_where_the_format_does(name: str) -> None:
     packed, absmax = (
         part[:-p] for part, p in zip(quantized(kernels, weight, "nf4", 64), (5, 3), strict=True)
     )
-    outside = sums_of(kernels, weight, packed, Decoding(absmax, None, None, "nf4", 64)).outside
+    outside = sums_of(kernels, weight, packed, Decoding(absmax, "nf4", 64)).outside
     broken = name in {"above-two-to-the-126"} or "nan" in name or "infinity" in name
     assert (outside > 0) == broken

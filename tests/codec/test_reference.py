@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from weights import random_weight, special_weight
 
 from nf4conv.codec import cpu, reference
-from nf4conv.codec.quant_state import Decoding, NestedState, code_table
+from nf4conv.codec.quant_state import Decoding, code_table
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.codec.reference.quantize import dynamic_cuts, nearest_dynamic
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
@@ -54,10 +54,10 @@ def dequantize(
     quant_type: str,
     dtype: torch.dtype = torch.float32,
     blocksize: int = 64,
-    nested: tuple[NestedState, torch.Tensor] | tuple[None, None] = (None, None),
+    nested: tuple[torch.Tensor | None, ...] = (),
 ) -> torch.Tensor:
     out = torch.full((count + 9,), 5.0, dtype=dtype)
-    backend.dequantize_blocks(packed, Decoding(absmax, *nested, quant_type, blocksize), out[:count])
+    backend.dequantize_blocks(packed, Decoding(absmax, quant_type, blocksize, *nested), out[:count])
     assert (out[count:] == 5).all()
     return out[:count]
 
@@ -316,7 +316,7 @@ def test_decoding_a_nested_state_rounds_three_times(backend, dtype):
         count,
         "nf4",
         dtype,
-        nested=(NestedState(nested, code_table("dynamic", CPU)), offset),
+        nested=(nested, code_table("dynamic", CPU), offset),
     )
     table, values = np.array(DYNAMIC_MAP, np.float32), np.array(CODEBOOKS["nf4"].values, np.float32)
     scales = table[codes.numpy()] * nested.numpy()[np.arange(blocks) // 256] + np.float32(0.731)

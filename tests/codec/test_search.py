@@ -58,7 +58,7 @@ def decoded(
     packed: torch.Tensor, scales: torch.Tensor, count: int, quant_type: str, blocksize: int
 ) -> torch.Tensor:
     out = torch.empty(count, dtype=torch.float32)
-    reference.dequantize_blocks(packed, Decoding(scales, None, None, quant_type, blocksize), out)
+    reference.dequantize_blocks(packed, Decoding(scales, quant_type, blocksize), out)
     return out
 
 

@@ -133,7 +133,7 @@ def error_of_searched(weight: torch.Tensor, quant_type: str, blocksize: int) -> 
     count, found = weight.numel(), weight.clone()
     packed, scales = torch.empty(count // 2, dtype=torch.uint8), torch.empty(count // blocksize)
     cpu.quantize_blocks(weight, packed, scales, quant_type, blocksize, searches=True)
-    reference.dequantize_blocks(packed, Decoding(scales, None, None, quant_type, blocksize), found)
+    reference.dequantize_blocks(packed, Decoding(scales, quant_type, blocksize), found)
     return float((weight.double() - found.double()).norm() / weight.double().norm())
 
 

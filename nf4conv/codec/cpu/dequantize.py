@@ -7,7 +7,7 @@ import torch
 
 from nf4conv.codec import reference
 from nf4conv.codec.cpu.threads import THREAD_CHUNK, share
-from nf4conv.codec.quant_state import Decoding, NestedState
+from nf4conv.codec.quant_state import Decoding
 from nf4conv.codec.reference.blocks import CHUNK
 from nf4conv.codec.reference.dequantize import decoded_absmax, decoded_values
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
@@ -38,6 +38,7 @@ _MIN_SCALE: Final = 2.0**-100  # times the smallest code value it is still no de
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
     """Decodes a packed weight, as `reference.dequantize_blocks` does."""
+    packed, out = packed.view(-1), out.view(-1)
     blocksize = decoding.blocksize
     piece_size = CHUNK * blocksize  # the scales of a piece are decoded together
 
@@ -55,12 +56,10 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
 
 def _decoding_of_blocks(decoding: Decoding, first: int, last: int) -> Decoding:
     """Returns what decodes blocks first … last - 1; `first` begins a nested block."""
-    piece = decoding._replace(absmax=decoding.absmax[first:last])
-    if piece.state2 is None:
-        return piece
-    nested_blocks = slice(first // NESTED_BLOCKSIZE, -(-last // NESTED_BLOCKSIZE))
-    nested_absmax = piece.state2.absmax[nested_blocks]
-    return piece._replace(state2=NestedState(nested_absmax, piece.state2.code))
+    nested_absmax = decoding.nested_absmax
+    if nested_absmax is not None:
+        nested_absmax = nested_absmax[first // NESTED_BLOCKSIZE : -(-last // NESTED_BLOCKSIZE)]
+    return decoding._replace(absmax=decoding.absmax[first:last], nested_absmax=nested_absmax)
 
 
 def _decode_piece(
@@ -89,5 +88,6 @@ def _decode_piece(
         decoded.view(-1, blocksize).mul_(scales[at // blocksize : end // blocksize, None])
         out[at:end].copy_(decoded)
     if whole < out.numel():
-        rest = Decoding(scales[whole // blocksize :], None, None, decoding.quant_type, blocksize)
-        reference.dequantize_blocks(packed[whole // 2 :], rest, out[whole:])
+        rest = scales[whole // blocksize :]
+        plain = Decoding(rest, decoding.quant_type, blocksize)
+        reference.dequantize_blocks(packed[whole // 2 :], plain, out[whole:])

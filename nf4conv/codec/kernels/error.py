@@ -56,7 +56,7 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
                 programs,
             ),
             (blocksize, tile, access(weight, packed, n, tile), weight.is_cuda),
-            (weight.dtype, decoding.state2 is None),
+            (weight.dtype, decoding.offset is None),
             num_warps,
         )
     largest = peaks.amax(1) if n else peaks.new_zeros(2)

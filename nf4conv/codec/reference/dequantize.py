@@ -2,9 +2,9 @@
 
 import torch
 
-from nf4conv.codec.quant_state import Decoding, NestedState
+from nf4conv.codec.quant_state import Decoding
 from nf4conv.codec.reference.blocks import CHUNK, flushed
-from nf4conv.format.codebook import CODEBOOKS
+from nf4conv.format.codebook import CODEBOOKS, NESTED_BLOCKSIZE
 
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
@@ -12,10 +12,11 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
     dtype of `out`.
 
     Args:
-        packed: [ceil(n / 2)] uint8, contiguous.
+        packed: ceil(n / 2) uint8, contiguous, of any shape.
         decoding: of the codes.
-        out: [n] float32, float16 or bfloat16, written.
+        out: n float32, float16 or bfloat16, contiguous, of any shape, written.
     """
+    packed, out = packed.view(-1), out.view(-1)
     scales = flushed(decoded_absmax(decoding))
     table = decoded_values(decoding.quant_type, out.device)
     for start in range(0, out.numel(), CHUNK):
@@ -46,21 +47,17 @@ def decoded_absmax(decoding: Decoding) -> torch.Tensor:
 
     A nested one is a flushed product, then a sum, each rounded.
     """
-    absmax = decoding.absmax
-    state2 = decoding.state2
-    if state2 is None or decoding.offset is None:
+    absmax, code, nested_absmax, offset = decoding.pointers()
+    if decoding.offset is None:
         return absmax
-    code = flushed(state2.code)
-    values = code.index_select(0, absmax.int())
-    scale = nested_scales(absmax, state2)
-    return flushed(values * scale) + decoding.offset
+    values = flushed(code).index_select(0, absmax.int())
+    return flushed(values * nested_scales(nested_absmax, len(absmax))) + offset
 
 
-def nested_scales(codes: torch.Tensor, state2: NestedState) -> torch.Tensor:
-    """Returns the nested absmax that each of [blocks] codes is multiplied by: [blocks] float32."""
-    nested_absmax = flushed(state2.absmax)
-    by_code = nested_absmax[:, None].expand(-1, state2.blocksize)
-    return by_code.reshape(-1)[: codes.numel()]
+def nested_scales(nested_absmax: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Returns the nested absmax that each code is multiplied by: [blocks] float32."""
+    by_code = flushed(nested_absmax)[:, None].expand(-1, NESTED_BLOCKSIZE)
+    return by_code.reshape(-1)[:blocks]
 
 
 def decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:

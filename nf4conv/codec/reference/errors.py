@@ -19,9 +19,9 @@ def scales_and_shifts(decoding: Decoding) -> tuple[torch.Tensor, torch.Tensor]:
     without: twice [blocks] float32.
     """
     scales = decoded_absmax(decoding)
-    if decoding.state2 is None:
+    if decoding.nested_absmax is None:
         return scales, torch.zeros_like(scales)
-    return scales, NESTED_ERROR * nested_scales(decoding.absmax, decoding.state2)
+    return scales, NESTED_ERROR * nested_scales(decoding.nested_absmax, len(scales))
 
 
 def error_sums(

@@ -227,7 +227,7 @@ def decode(packed: PackedExperts, ids: torch.Tensor, dtype: torch.dtype) -> torc
         for i in range(out.shape[0]):
             pieces.append((codes[i], absmax[i], out[i].view(-1)))
     for piece, scales, target in pieces:
-        decoding = Decoding(scales, None, None, packed.quant_type, packed.blocksize)
+        decoding = Decoding(scales, packed.quant_type, packed.blocksize)
         functions.dequantize_blocks(piece, decoding, target)
     return out
 

@@ -14,10 +14,9 @@ from typing import Any, Final
 import torch
 
 from nf4conv.codec.backends import backend
-from nf4conv.codec.decode.packed import described_state
 from nf4conv.codec.error_sums import SMALLEST_NORMAL
 from nf4conv.codec.ops import compress_absmax
-from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
+from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of, described_state
 from nf4conv.codec.reference.dequantize import decoded_values
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS

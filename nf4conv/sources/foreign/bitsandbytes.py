@@ -41,7 +41,7 @@ class Bitsandbytes4bit(Foreign):
     The roles of the parts beside "values" are the suffixes of the components.
     """
 
-    decoder: ClassVar[str] = "nf4conv.codec.decode.packed:decode_packed"
+    decoder: ClassVar[str] = "nf4conv.codec.ops:decode_packed"
 
     values: TensorInfo  # the packed codes, in the dtype of quant_storage; named as the weight
     absmax: TensorInfo

@@ -59,7 +59,7 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
         -(-n // tile),
         (packed, *decoding.pointers(), table, out, n),
         (blocksize, tile, access(out, packed, n, tile), stream, out.is_cuda),
-        (out.dtype, decoding.state2 is None),
+        (out.dtype, decoding.offset is None),
         num_warps,
     )
 

@@ -6,7 +6,7 @@ import torch
 
 from nf4conv.codec.backends import backend
 from nf4conv.codec.ops import compress_absmax
-from nf4conv.codec.quant_state import DTYPES, Decoding, NestedState, code_table
+from nf4conv.codec.quant_state import DTYPES, Decoding, code_table
 from nf4conv.format.layout import Format, block_count
 from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
@@ -156,15 +156,15 @@ def _measure(
 ) -> Errors:
     """Measures the errors of codes, which count as right, decoded with stored scales."""
     absmax = scales["absmax"]
-    nested = None
-    offset = None
+    nested = table = offset = None
     if stored.nested_offset is None:
         absmax = absmax.view(torch.float32)
     else:
+        nested = scales["nested_absmax"].view(torch.float32)
         table = code_table("dynamic", weight.device)
-        nested = NestedState(scales["nested_absmax"].view(torch.float32), table)
         offset = torch.tensor(stored.nested_offset, dtype=torch.float32, device=weight.device)
-    decoding = Decoding(absmax, nested, offset, format.quant_type, format.blocksize, stored.scales)
+    form = (format.quant_type, format.blocksize)
+    decoding = Decoding(absmax, *form, nested, table, offset, stored.scales)
     sums = backend(weight.device).error_sums(weight, codes, decoding)
     return piece_errors(sums)
 
