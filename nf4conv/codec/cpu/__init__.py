@@ -13,7 +13,7 @@ A large weight is shared by several threads: numpy and torch let go of the inter
 they compute, and chunks are large enough for the lock to change hands seldom.
 """
 
-from nf4conv.codec.cpu.chunks import quantize_blocks as quantize_blocks
 from nf4conv.codec.cpu.dequantize import dequantize_blocks as dequantize_blocks
 from nf4conv.codec.cpu.errors import error_sums as error_sums
+from nf4conv.codec.cpu.quantize import quantize_blocks as quantize_blocks
 from nf4conv.codec.reference.quantize import compress_absmax as compress_absmax

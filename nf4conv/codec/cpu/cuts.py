@@ -1,4 +1,4 @@
-"""Quotients → numbers of cuts → bytes of codes; and the magnitudes of blocks before that."""
+"""Quotients → bytes of codes; and the magnitudes of blocks before that."""
 
 from typing import Final
 
@@ -8,26 +8,24 @@ import torch
 
 from nf4conv.format.codebook import Codebook
 
-COMPARED: Final = 1 << 15
+_COMPARED: Final = 1 << 15
 """Elements compared at a time: half a megabyte of answers to all cuts, to be added up before they
 leave the cache.
 """
 
-TINIEST: Final = float(np.finfo(np.float32).tiny)
-
-Bytes = npt.NDArray[np.uint8]
+_TINIEST: Final = float(np.finfo(np.float32).tiny)
 
 
 class Scratch:
     """The temporaries of one thread, for chunks of up to n elements: `values` for quotients,
-    `magnitudes` for values without signs, `codes`; and `hits`, [cuts, up to COMPARED], which says
+    `magnitudes` for values without signs, `codes`; and `hits`, [cuts, up to _COMPARED], which says
     of each value whether it is above a cut.
     """
 
     def __init__(self, elements: int, codebook: Codebook) -> None:
         self.values = torch.empty(elements, dtype=torch.float32, device="cpu")
         self.magnitudes = torch.empty(elements, dtype=torch.float32, device="cpu")
-        self.hits = np.empty((len(codebook.cuts), min(elements, COMPARED)), dtype=np.bool_)
+        self.hits = np.empty((len(codebook.cuts), min(elements, _COMPARED)), dtype=np.bool_)
         self.codes = np.empty(elements, dtype=np.uint8)
 
 
@@ -57,29 +55,42 @@ def find_absmax(magnitudes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     return largest
 
 
-def count_cuts(quotients: torch.Tensor, codebook: Codebook, scratch: Scratch) -> Bytes:
-    """Returns the number of cuts below each of n quotients, [n] uint8; it lies in the scratch."""
-    cuts = np.array(codebook.cuts, dtype=np.float32)[:, None]
-    values = quotients.view(-1).numpy()
-    counts = scratch.codes[: values.size]
-    for start in range(0, values.size, COMPARED):
-        stop = min(start + COMPARED, values.size)
-        hits = scratch.hits[:, : stop - start]
-        np.greater(values[start:stop], cuts, out=hits)
-        np.add.reduce(hits.view(np.uint8), axis=0, dtype=np.uint8, out=counts[start:stop])
-    return counts
+def are_negative(values: torch.Tensor) -> npt.NDArray[np.bool_]:
+    """Tells which of n values are negative and not flushed to zero: [n]."""
+    negative: npt.NDArray[np.bool_] = values.view(-1).numpy() <= -_TINIEST
+    return negative
 
 
-def pair_codes(counts: Bytes, codebook: Codebook) -> npt.NDArray[np.uint16]:
-    """Packs codes, the even one in the high nibble: [n] numbers of cuts, of FP4 plus 8 for a sign,
-    become [n / 2] bytes, each in a word of 16 bits. Overwrites `counts`.
+def pack(
+    quotients: torch.Tensor,
+    negative: npt.NDArray[np.bool_] | None,
+    codebook: Codebook,
+    scratch: Scratch,
+) -> npt.NDArray[np.uint16]:
+    """Packs n quotients, which lose their sign: [n / 2] bytes, each in a word of 16 bits.
+
+    `negative` says of FP4, whose smallest negative values have a code of their own, which values
+    are negative; it is None for NF4. The result lies in the scratch.
 
     FP4's codes are 0, 1, 6, 7, 4, 5, 2, 3 in the order of their magnitudes: the number of cuts
     below, but with bit 2 turned round where bit 1 is set.
     """
-    pairs = counts.view("<u2")  # even + 256 · odd
+    cuts = np.array(codebook.cuts, dtype=np.float32)[:, None]
+    if negative is not None:
+        negative = negative & are_negative(quotients)
+        quotients.abs_()
+    values = quotients.view(-1).numpy()
+    codes = scratch.codes[: values.size]
+    for start in range(0, values.size, _COMPARED):
+        stop = min(start + _COMPARED, values.size)
+        hits = scratch.hits[:, : stop - start]
+        np.greater(values[start:stop], cuts, out=hits)
+        np.add.reduce(hits.view(np.uint8), axis=0, dtype=np.uint8, out=codes[start:stop])
+    if negative is not None:
+        codes += negative.view(np.uint8) << 3
+    pairs = codes.view("<u2")  # even + 256 · odd
     pairs *= 0x1001  # its high byte is now odd + 16 · even
     pairs >>= 8
-    if not codebook.signed_cuts:
+    if negative is not None:
         pairs ^= (pairs & 0x22) << 1
     return pairs

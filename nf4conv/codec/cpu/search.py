@@ -15,14 +15,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from nf4conv.codec import search
-from nf4conv.codec.cpu.cuts import (
-    TINIEST,
-    Scratch,
-    count_cuts,
-    find_absmax,
-    pair_codes,
-    without_signs,
-)
+from nf4conv.codec.cpu.cuts import Scratch, are_negative, find_absmax, pack, without_signs
 from nf4conv.codec.cpu.dequantize import value_pairs
 from nf4conv.codec.reciprocal import reciprocal
 from nf4conv.codec.search import ROUND, UNIT
@@ -50,12 +43,10 @@ def write_searched(
     values[special] = 1
     scales[special] = 1
     power = (scales.view(torch.int32) & 0x7F800000).view(torch.float32)
-    negative = None
-    if not codebook.signed_cuts:
-        negative = values.view(-1).numpy() <= -TINIEST
+    negative = None if codebook.signed_cuts else are_negative(values)
     values.mul_(power.reciprocal()[:, None])
     if negative is not None:
-        negative &= values.view(-1).numpy() <= -TINIEST
+        negative &= are_negative(values)
     absmax = scales / power
 
     found = _least_squares(values, absmax, codebook.quant_type)
@@ -117,20 +108,13 @@ def _encode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Encodes [rows, blocksize] values, without NaN, by the scales of their rows.
 
-    `negative` says of FP4, whose smallest negative values have a code of their own, which values
-    are negative and not flushed to zero; it is None for NF4. Returns packed codes, and for each row
-    the sum of squared errors in units of 1 / COST_UNITS.
+    `negative` is as of `pack`. Returns packed codes, and for each row the sum of squared errors in
+    units of 1 / COST_UNITS.
     """
     rows, blocksize = values.shape
     quotients = scratch.magnitudes[: values.numel()].view(values.shape)
     torch.mul(values, reciprocal(scales)[:, None], out=quotients)
-    if negative is None:
-        counts = count_cuts(quotients, codebook, scratch)
-    else:
-        counts = count_cuts(quotients.abs_(), codebook, scratch)
-        is_signed = negative & (quotients.view(-1).numpy() >= TINIEST)
-        counts += is_signed.view(np.uint8) << 3
-    packed = torch.from_numpy(pair_codes(counts, codebook).astype(np.uint8))
+    packed = torch.from_numpy(pack(quotients, negative, codebook, scratch).astype(np.uint8))
 
     decoded = value_pairs(codebook.quant_type).index_select(0, packed.to(torch.int32))
     errors = decoded.view(torch.float32).view(-1, blocksize).mul_(scales[:, None])
