@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from nf4conv.codec.kernels import error
 from nf4conv.codec.kernels.decoding import dequantize
-from nf4conv.codec.kernels.packing import batch, mean, nested, pack, quantize
+from nf4conv.codec.kernels.packing import mean, nested, pack, quantize
 
 P = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 STATE = dict(
@@ -58,11 +58,11 @@ types = dict(table_ptr="*i64", means_ptr="*fp32", tensors="i64")
 found["mean"] = build(mean.mean_kernel, types, {}, 4)
 types = dict(table_ptr="*i64", example_ptr="*bf16", code_ptr="*i32", tensors="i64")
 constants = dict(TILE=4096, IS_FP4=True, ACCESS=1, SEARCH=False) | OPEN
-found["batch"] = build(batch.quantize_batch_kernel, types, constants, 4)
+found["batch"] = build(pack.quantize_batch_kernel, types, constants, 4)
 constants = dict(TILE=2048, IS_FP4=False, ACCESS=1, SEARCH=True) | OPEN
-found["search"] = build(batch.quantize_batch_kernel, types, constants, 4)
+found["search"] = build(pack.quantize_batch_kernel, types, constants, 4)
 types = dict(table_ptr="*i64", means_ptr="*fp32", middle_ptr="*fp32", tensors="i64")
-found["nested"] = build(batch.compress_batch_kernel, types, dict(PTX=True), nested.NUM_WARPS)
+found["nested"] = build(nested.compress_batch_kernel, types, dict(PTX=True), nested.NUM_WARPS)
 types = dict(
     weight_ptr="*bf16", packed_ptr="*u8", value_ptr="*i32", bound_ptr="*i32",
     peaks_ptr="*fp32", squares_ptr="*fp64", outside_ptr="*i64", n="i64", programs="i64",

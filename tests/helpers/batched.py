@@ -10,9 +10,8 @@ import torch
 
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.packing import mean
-from nf4conv.codec.kernels.packing.batch import compress_batch_kernel, quantize_batch_kernel
-from nf4conv.codec.kernels.packing.nested import NUM_WARPS
-from nf4conv.codec.kernels.packing.pack import packing, packing_table
+from nf4conv.codec.kernels.packing.nested import NUM_WARPS, compress_batch_kernel
+from nf4conv.codec.kernels.packing.pack import packing, packing_table, quantize_batch_kernel
 from nf4conv.codec.kernels.slots import ELEMENTWISE, SLOTWISE
 from nf4conv.codec.kernels.tables import middle_table
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads

@@ -16,7 +16,7 @@ from nf4conv.codec.kernels import error, vectors
 from nf4conv.codec.kernels.compiling import Variant
 from nf4conv.codec.kernels.decoding import dequantize, fp4, ggml, integers, scaled
 from nf4conv.codec.kernels.decoding.scaled import kind_of, stored
-from nf4conv.codec.kernels.packing import batch, mean, nested, pack
+from nf4conv.codec.kernels.packing import mean, nested, pack
 from nf4conv.codec.kernels.slots import ELEMENTWISE, SLOTWISE, configuration
 from nf4conv.codec.kernels.tables import bound_table, middle_table, value_table
 from nf4conv.codec.quant_state import code_table
@@ -72,14 +72,14 @@ def encoder(
     kernels = {}
     for access_name, access in _ACCESSES:
         kernels[f"quantize_{access_name}"] = Variant(
-            batch.quantize_batch_kernel,
+            pack.quantize_batch_kernel,
             (torch.int64, dtype, torch.int32),
             (blocksize, tile, quant_type == "fp4", access, on_gpu, searches),
             num_warps,
         )
     floats = (torch.float32, torch.float32)
     kernels["compress"] = Variant(
-        batch.compress_batch_kernel, (torch.int64, *floats), (on_gpu,), nested.NUM_WARPS
+        nested.compress_batch_kernel, (torch.int64, *floats), (on_gpu,), nested.NUM_WARPS
     )
     kernels["mean"] = Variant(mean.mean_kernel, (torch.int64, torch.float32), (), mean.NUM_WARPS)
     kernels["mean_part"] = Variant(mean.partial_kernel, floats, (), mean.NUM_WARPS)

@@ -17,6 +17,7 @@ from nf4conv.codec.kernels.arithmetic import (
 )
 from nf4conv.codec.kernels.assembly import bisect_assembly
 from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.packing.pack import find_tile
 from nf4conv.codec.kernels.tables import middle_table
 
 NUM_WARPS = 1
@@ -61,14 +62,33 @@ def _compress_kernel(
     absmax_ptr += first
     codes_ptr += first
     nested_absmax_ptr += block
-    compress_tile(absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX)
+    _compress_tile(absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX)
 
 
 _launch = Launcher(_compress_kernel)
 
 
+@kernel
+def compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, PTX: tl.constexpr):
+    """Encodes a nested block of one of many absmax vectors to 8 bits.
+
+    Pointers to tensors:
+        table_ptr: [5, tensors] int64: addresses of absmax (float32), of its codes (uint8, written)
+            and of nested_absmax (float32, written); the number of blocks; the first tile.
+        means_ptr: [tensors] float32, what is subtracted.
+        middle_ptr: [20, 32] float32, tables.middle_table.
+    """
+    tensor, first, count, addresses = find_tile(table_ptr, tensors, 256)
+    absmax_ptr = addresses[0].to(tl.pointer_type(tl.float32)) + first
+    codes_ptr = addresses[1].to(tl.pointer_type(tl.uint8)) + first
+    nested_absmax_ptr = addresses[2].to(tl.pointer_type(tl.float32)) + first // 256
+    _compress_tile(
+        absmax_ptr, means_ptr + tensor, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX
+    )
+
+
 @triton.jit
-def compress_tile(
+def _compress_tile(
     absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX: tl.constexpr
 ):
     """Encodes a nested block of `count` ≤ 256 values; the pointers are _compress_kernel's, at the
