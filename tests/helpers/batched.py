@@ -89,7 +89,7 @@ def quantize_batch(
     targets = packed.data_ptr() + packed_starts
     aligned = (sizes % (16 // dtype.itemsize) == 0) & (addresses % 16 == 0) & (targets % 4 == 0)
     columns = np.stack([addresses, targets, absmax.data_ptr() + 4 * starts, sizes])
-    for chosen, access in ((aligned, SLOTWISE), (~aligned, ELEMENTWISE)):
+    for chosen, access in ((aligned, SLOTWISE.value), (~aligned, ELEMENTWISE.value)):
         if sizes[chosen].any():
             table, tiles = tile_table(columns[:, chosen], tile, device)
             example = torch.empty(0, dtype=dtype, device=device)

@@ -22,7 +22,7 @@ from nf4conv.codec.kernels.tables import bound_table, middle_table, value_table
 from nf4conv.codec.quant_state import code_table
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
-_ACCESSES: Final = (("aligned", SLOTWISE), ("any", ELEMENTWISE))
+_ACCESSES: Final = (("aligned", SLOTWISE.value), ("any", ELEMENTWISE.value))
 """Kernels by how they may touch memory: the end of their names, and the constexpr."""
 
 _ABSMAX: Final = (torch.float32, torch.float32, torch.float32)
@@ -147,7 +147,7 @@ def comparer(
     kernel = Variant(
         error.error_kernel,
         (dtype, torch.uint8, absmax, *_ABSMAX, *tables, *sums),
-        (blocksize, tile, ELEMENTWISE, device.type == "cuda"),
+        (blocksize, tile, ELEMENTWISE.value, device.type == "cuda"),
         num_warps,
     )
     read = {

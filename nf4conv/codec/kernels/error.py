@@ -40,6 +40,7 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
     peaks = torch.zeros((2, programs), dtype=torch.float32, device=device)
     squares = torch.zeros((2, programs), dtype=torch.float64, device=device)
     outside = torch.zeros(programs, dtype=torch.int64, device=device)
+    touched = access(n, weight.dtype, tile, weight.data_ptr(), packed.data_ptr())
     if n:
         _launch(
             programs,
@@ -55,7 +56,7 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
                 n,
                 programs,
             ),
-            (blocksize, tile, access(weight, packed, n, tile), weight.is_cuda),
+            (blocksize, tile, touched, weight.is_cuda),
             (weight.dtype, decoding.offset is None),
             num_warps,
         )

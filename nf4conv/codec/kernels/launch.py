@@ -9,19 +9,21 @@ a launch it is a plain tuple of addresses and numbers, which costs the launcher 
 `__call__` is given a record of tensors, its method `addresses` makes that tuple.
 """
 
+import ctypes
+import functools
 import inspect
 import os
 import tempfile
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.capturing import outside_of_graphs
 from nf4conv.codec.kernels.internals import (
     CannotLaunchError,
     Launch,
@@ -32,6 +34,7 @@ from nf4conv.codec.kernels.internals import (
     prepare_launch,
     stream_of,
 )
+from nf4conv.system.machine import cuda_driver
 
 _first_call = threading.Lock()
 
@@ -202,3 +205,46 @@ def _addresses(arguments: tuple[Any, ...]) -> list[Any]:
         else:
             found.append(one.addresses() if issubclass(kind, tuple) else one.data_ptr())
     return found
+
+
+# A CUDA graph is often captured before anything has run. Tables and kernels that are then needed
+# for the first time must not become part of it: it may not record that they are made and loaded.
+
+_RELAXED: Final = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED: this thread may allocate while a stream is captured."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@contextmanager
+def outside_of_graphs() -> Iterator[None]:
+    """Lets this thread allocate, copy and load kernels, though its stream may be captured.
+
+    Kernels that are launched inside run at once, on a stream of their own. Await them there.
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    exchange = cuda_driver().cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))  # `mode` now holds the one before
+    try:
+        # torch gives memory of a graph's pool to the stream that is captured, and to no other
+        with torch.cuda.stream(torch.cuda.Stream()):
+            yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+def kept(make: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorates a function that makes a table: what it returns is kept, and belongs to no graph."""
+
+    @functools.cache
+    @functools.wraps(make)
+    def made(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        # what is made in inference mode could not be trained with later
+        with outside_of_graphs(), torch.inference_mode(mode=False):
+            return make(*args, **kwargs)
+
+    return made  # type: ignore[return-value]

@@ -12,13 +12,9 @@ import triton
 import triton.language as tl
 
 # Values of a kernel's constexpr ACCESS: how it may touch a weight and its packed form.
-FULL = 0  # every program has all its elements and pointers are aligned: no masks
-SLOTWISE = 1  # the size is a multiple of a slot and pointers are aligned: masks by slot
-ELEMENTWISE = 2  # any size, any alignment
-
-_FULL = tl.constexpr(FULL)
-_SLOTWISE = tl.constexpr(SLOTWISE)
-_ELEMENTWISE = tl.constexpr(ELEMENTWISE)
+FULL = tl.constexpr(0)  # every program has all its elements, and pointers are aligned: no masks
+SLOTWISE = tl.constexpr(1)  # the size is a multiple of a slot, pointers are aligned: masks by slot
+ELEMENTWISE = tl.constexpr(2)  # any size, any alignment
 
 
 def configuration(
@@ -32,16 +28,13 @@ def configuration(
     return max(slots, blocksize // slot) * slot, num_warps
 
 
-def access(weight: torch.Tensor, packed: torch.Tensor, n: int, tile: int) -> int:
-    """Returns how a kernel may touch a weight of n elements and its packed form, if a program takes
-    `tile` elements: FULL, SLOTWISE or ELEMENTWISE.
+def access(n: int, dtype: torch.dtype, tile: int, weight: int, packed: int) -> int:
+    """Returns how a kernel may touch a weight of n elements and its packed form at two addresses,
+    if a program takes `tile` elements: FULL, SLOTWISE or ELEMENTWISE.
     """
-    slot = 16 // weight.element_size()
-    if n % slot or weight.data_ptr() % 16 or packed.data_ptr() % 4:
-        return ELEMENTWISE
-    if n % tile:
-        return SLOTWISE
-    return FULL
+    if n * dtype.itemsize % 16 or weight % 16 or packed % 4:
+        return int(ELEMENTWISE.value)
+    return int(SLOTWISE.value if n % tile else FULL.value)
 
 
 @triton.jit
@@ -57,9 +50,9 @@ def load_words(
     slot = tl.arange(0, SLOTS)[:, None]
     word = slot * 4 + tl.arange(0, 4)[None, :]
     word_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
-    if ACCESS == _FULL:
+    if ACCESS == FULL:
         return tl.load(tl.multiple_of(word_ptr, 16) + word, eviction_policy="evict_first")
-    elif ACCESS == _SLOTWISE:
+    elif ACCESS == SLOTWISE:
         mask = slot * SLOT < count
         return tl.load(
             tl.multiple_of(word_ptr, 16) + word, mask=mask, other=0, eviction_policy="evict_first"
@@ -103,7 +96,7 @@ def halves(words, DTYPE: tl.constexpr):
 def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr):
     """Loads the packed codes of each slot in its low 32 (or 16) bits: [SLOTS] int32."""
     slot = tl.arange(0, SLOTS)
-    if ACCESS == _ELEMENTWISE:
+    if ACCESS == ELEMENTWISE:
         byte = tl.arange(0, SLOT // 2)[None, :]
         index = slot[:, None] * (SLOT // 2) + byte
         values = tl.load(packed_ptr + index, mask=index * 2 < count, other=0).to(tl.int32)
@@ -115,7 +108,7 @@ def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCE
         # exchange through shared memory.
         single = tl.max_contiguous(tl.multiple_of(slot, [1]), [1])
         word_ptr = packed_ptr.to(tl.pointer_type(word)) + single
-        if ACCESS == _SLOTWISE:
+        if ACCESS == SLOTWISE:
             mask = slot * SLOT < count
             codes = tl.load(word_ptr, mask=mask, other=0, eviction_policy="evict_first")
         else:

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 
 from nf4conv.codec.error_sums import half_gaps
-from nf4conv.codec.kernels.capturing import kept
+from nf4conv.codec.kernels.launch import kept
 from nf4conv.codec.reciprocal import coefficients
 from nf4conv.codec.reference.dequantize import decoded_values
 from nf4conv.codec.search import FACTORS, candidates, levels, nearest_levels

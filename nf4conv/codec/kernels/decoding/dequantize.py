@@ -41,10 +41,6 @@ STREAM_BYTES = 24 << 20
 one stays for its reader.
 """
 
-_SLOTWISE = tl.constexpr(SLOTWISE)
-_FULL = tl.constexpr(FULL)
-_ELEMENTWISE = tl.constexpr(ELEMENTWISE)
-
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
     """Decodes a packed weight, of any shape, as `reference.dequantize_blocks` does."""
@@ -54,11 +50,12 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
     blocksize = decoding.blocksize
     tile, num_warps = configuration(out.dtype, blocksize, CONFIGURATIONS)
     table = value_table(decoding.quant_type, out.device)
+    touched = access(n, out.dtype, tile, out.data_ptr(), packed.data_ptr())
     stream = out.nbytes > STREAM_BYTES
     _launch(
         -(-n // tile),
         (packed, *decoding.pointers(), table, out, n),
-        (blocksize, tile, access(out, packed, n, tile), stream, out.is_cuda),
+        (blocksize, tile, touched, stream, out.is_cuda),
         (out.dtype, decoding.offset is None),
         num_warps,
     )
@@ -76,12 +73,7 @@ def prepare_dequantize(
     n = math.prod(shape)
     tile, num_warps = configuration(dtype, form.blocksize, CONFIGURATIONS)
     table = value_table(form.quant_type, device).data_ptr()
-    slot = 16 // dtype.itemsize
-    touched = FULL
-    if n % slot or alignment < 4:
-        touched = ELEMENTWISE
-    elif n % tile:
-        touched = SLOTWISE
+    touched = access(n, dtype, tile, 0, alignment)
     stream_out = n * dtype.itemsize > STREAM_BYTES
     absmax = torch.uint8 if form.nested else torch.float32
     others = torch.float32
@@ -145,14 +137,14 @@ def dequantize_kernel(
     absmax, _ = load_absmax(state, program * BLOCKS, count, BLOCKSIZE, BLOCKS, ACCESS, PTX)
     scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
     out_ptr += first
-    if PTX and ACCESS != _ELEMENTWISE:
+    if PTX and ACCESS != ELEMENTWISE:
         # decode by shuffles and store 16 bytes a thread
         decoded = shuffled_values(words, scale, table_ptr, DTYPE)
         slot = tl.arange(0, SLOTS)[:, None]
         word_ptr = tl.multiple_of(out_ptr.to(tl.pointer_type(tl.int32)), 16)
         word_ptr = word_ptr + slot * 4 + tl.arange(0, 4)[None, :]
         policy: tl.constexpr = "evict_first" if STREAM else ""
-        if ACCESS == _SLOTWISE:
+        if ACCESS == SLOTWISE:
             tl.store(word_ptr, decoded, mask=slot * SLOT < count, eviction_policy=policy)
         else:
             tl.store(word_ptr, decoded, eviction_policy=policy)
@@ -185,7 +177,7 @@ def load_absmax(
     """
     absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr = state
     block = tl.arange(0, BLOCKS)
-    if ACCESS == _FULL:
+    if ACCESS == FULL:
         absmax = tl.load(absmax_ptr + first_block + block)
     else:
         # blocks behind the last one read it again

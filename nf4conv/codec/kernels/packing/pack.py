@@ -36,7 +36,7 @@ def quantize_blocks(
         blocksize,
         tile,
         quant_type == "fp4",
-        access(weight, packed, n, tile),
+        access(n, weight.dtype, tile, weight.data_ptr(), packed.data_ptr()),
         weight.is_cuda,
         searches,
     )

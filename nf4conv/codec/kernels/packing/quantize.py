@@ -38,9 +38,6 @@ CONFIGURATIONS = {2: (512, 4), 4: (256, 4)}
 docs/kernels.md.
 """
 
-_FULL = tl.constexpr(FULL)
-_SLOTWISE = tl.constexpr(SLOTWISE)
-_ELEMENTWISE = tl.constexpr(ELEMENTWISE)
 _COEFFICIENTS = tl.constexpr(64)  # where they begin in tables.bucket_table, for a reciprocal
 
 
@@ -82,7 +79,7 @@ def quantize_tile(
     peak = tl.maximum(peak, LOWEST)
     absmax = tl.where(tl.abs(peak) < SMALLEST_NORMAL, 0.0, peak)
     block = tl.arange(0, BLOCKS)
-    if ACCESS == _FULL:
+    if ACCESS == FULL:
         tl.store(absmax_ptr + block, absmax)
     else:
         tl.store(absmax_ptr + block, absmax, mask=block * BLOCKSIZE < count)
@@ -144,7 +141,7 @@ def store_codes(
 ):
     """Writes the packed codes of every slot; bytes behind the last element are left alone."""
     slot = tl.arange(0, SLOTS)
-    if ACCESS == _ELEMENTWISE:
+    if ACCESS == ELEMENTWISE:
         byte = tl.arange(0, SLOT // 2)[None, :]
         bytes_of_slot = (codes[:, None] >> (byte * 8)).to(tl.uint8)
         index = slot[:, None] * (SLOT // 2) + byte
@@ -152,7 +149,7 @@ def store_codes(
     else:
         word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16
         word_ptr = packed_ptr.to(tl.pointer_type(word)) + slot
-        if ACCESS == _SLOTWISE:
+        if ACCESS == SLOTWISE:
             tl.store(word_ptr, codes.to(word), mask=slot * SLOT < count)
         else:
             tl.store(word_ptr, codes.to(word))

@@ -34,8 +34,6 @@ CONFIGURATIONS = {2: (256, 4), 4: (512, 4)}
 docs/kernels.md.
 """
 
-_FULL = tl.constexpr(FULL)
-_SLOTWISE = tl.constexpr(SLOTWISE)
 
 _FACTORS = tl.constexpr(len(search.FACTORS))
 _GROUP = tl.constexpr(search.GROUP)
@@ -117,9 +115,9 @@ def _load(weight_ptr, index, count, ACCESS: tl.constexpr):
     BITS: tl.constexpr = tl.int32 if DTYPE == tl.float32 else tl.int16
     SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
     bits_ptr = weight_ptr.to(tl.pointer_type(BITS))
-    if ACCESS == _FULL:
+    if ACCESS == FULL:
         bits = tl.load(tl.multiple_of(bits_ptr, 16) + index, eviction_policy="evict_first")
-    elif ACCESS == _SLOTWISE:
+    elif ACCESS == SLOTWISE:
         mask = index // SLOT * SLOT < count  # a slot is there as a whole or not at all
         bits = tl.load(tl.multiple_of(bits_ptr, 16) + index, mask=mask, other=0)
     else:
