@@ -13,8 +13,7 @@ from typing import Final
 
 import torch
 
-from nf4conv.codec.decode.fp4 import pair_values
-from nf4conv.codec.decode.scaled import chunks, scale_values
+from nf4conv.codec.decode.floats import chunks, pair_values, scale_values
 from nf4conv.errors import CodecError
 
 _GROUP: Final = 32  # values that share a scale of MXFP4

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from nf4conv import dequantize_4bit, quantize_4bit
-from nf4conv.codec.decode.fp4 import decode_fp4
-from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
+from nf4conv.codec.decode.floats import decode_fp4, decode_int8_rows, decode_scaled
 from nf4conv.codec.ops import decode_packed
-from nf4conv.errors import CodecError
 
 same_bits = partial(weights.same_bits, any_nan=True)
 
@@ -211,34 +209,3 @@ def test_every_value_gets_the_scale_of_its_block(
     for row in range(rows):
         for column in range(columns):
             assert decoded[row, column] == scale[row // height, column // width]
-
-
-@pytest.mark.parametrize(
-    ("scale", "block"),
-    [(torch.ones(3, 2), (2, 2)), (torch.ones(3), None), (torch.ones(2, 2), None)],
-    ids=["grid", "rows", "no-block"],
-)
-def test_scales_that_do_not_fit_8_bit_values_are_refused(
-    scale: torch.Tensor, block: tuple[int, int] | None
-):
-    values = random_bytes(4, 4).view(torch.int8)
-    with pytest.raises(CodecError, match="scales"):
-        decode_scaled(values, scale, block, BF16)
-
-
-@pytest.mark.parametrize(
-    ("values", "scale", "is_transposed"),
-    [
-        ((4, 16), (4, 4), False),
-        ((4, 16), (3, 1), False),
-        ((2, 4, 4), (2, 4, 1), True),
-        ((2, 4, 16), (4, 2, 1), True),
-        ((4, 16), (1,), False),
-    ],
-    ids=["group-of-8", "fp4-rows", "mxfp4", "stack", "vector"],
-)
-def test_scales_that_do_not_fit_4_bit_values_are_refused(
-    values: tuple[int, ...], scale: tuple[int, ...], is_transposed: bool
-):
-    with pytest.raises(CodecError, match="scales"):
-        decode_fp4(random_bytes(*values), random_bytes(*scale), BF16, is_transposed=is_transposed)

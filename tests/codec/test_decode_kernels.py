@@ -12,10 +12,9 @@ import torch
 import weights
 from integers import Weight, awq, compressed, gptq, torchao
 
-from nf4conv.codec.decode.fp4 import decode_fp4
-from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
+from nf4conv.codec.decode.floats import decode_fp4, decode_int8_rows, decode_scaled
 from nf4conv.codec.kernels.ahead import Codec, fp4_decoder, integer_decoder, scaled_decoder
-from nf4conv.codec.kernels.decoding.fp4 import fp4_kernel
+from nf4conv.codec.kernels.decoding.floats import fp4_kernel
 from nf4conv.format.integers import IntegerLayout
 
 same_bits = partial(weights.same_bits, any_nan=True)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nf4conv.codec.decode.fp4 import decode_fp4
-from nf4conv.codec.decode.scaled import decode_scaled
+from nf4conv.codec.decode.floats import decode_fp4, decode_scaled
 from nf4conv.codec.fp8 import encode_scales, encode_values
 from nf4conv.errors import CodecError
 

@@ -15,7 +15,7 @@ import torch
 from nf4conv.calibrate.rounding.factor import Factor
 from nf4conv.calibrate.rounding.levels import Levels, levels_of
 from nf4conv.codec.quant_state import QuantState, code_table
-from nf4conv.codec.reference.blocks import flushed
+from nf4conv.codec.reference.dequantize import flushed
 from nf4conv.codec.reference.quantize import dynamic_cuts
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 

@@ -8,8 +8,7 @@ import torch
 from nf4conv.codec import reference
 from nf4conv.codec.cpu.threads import THREAD_CHUNK, share
 from nf4conv.codec.quant_state import Decoding
-from nf4conv.codec.reference.blocks import CHUNK
-from nf4conv.codec.reference.dequantize import decoded_absmax, decoded_values
+from nf4conv.codec.reference.dequantize import CHUNK, decoded_absmax, decoded_values
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
 

@@ -16,8 +16,7 @@ from nf4conv.codec import reference
 from nf4conv.codec.cpu.dequantize import are_between, pair_table, value_pairs
 from nf4conv.codec.error_sums import SMALLEST_NORMAL, half_gaps, merged
 from nf4conv.codec.quant_state import Decoding
-from nf4conv.codec.reference.dequantize import decoded_values, unpacked
-from nf4conv.codec.reference.errors import scales_and_shifts
+from nf4conv.codec.reference.dequantize import decoded_values, scales_and_shifts, unpacked
 
 _COMPARED: Final = 1 << 18  # elements at a time
 

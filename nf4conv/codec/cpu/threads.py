@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from nf4conv.codec.reference.blocks import CHUNK
+from nf4conv.codec.reference.dequantize import CHUNK
 
 _MAX_THREADS: Final = 8  # more would mostly wait for the interpreter lock
 

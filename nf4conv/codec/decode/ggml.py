@@ -9,8 +9,7 @@ its folder conversion/) is undone here, too.
 
 import torch
 
-from nf4conv.codec.decode.scaled import chunks
-from nf4conv.errors import CodecError
+from nf4conv.codec.decode.floats import chunks
 from nf4conv.format.gguf import (
     BY_NAME,
     LAYOUTS,
@@ -30,14 +29,10 @@ from nf4conv.format.gguf import (
 
 def decode_ggml(values: torch.Tensor, block_type: str, dtype: torch.dtype) -> torch.Tensor:
     """Decodes rows of blocks, [..., bytes] uint8, of a type of llama.cpp to [..., values] `dtype`,
-    to which float32 values are rounded once.
-
-    Raises CodecError if a row is no whole number of blocks.
+    to which float32 values are rounded once. Rows are whole blocks.
     """
     number = NUMBERS[block_type]
     _, values_of_block, size = BY_NAME[block_type]
-    if values.shape[-1] % size != 0:
-        raise CodecError(f"{values.shape[-1]} bytes are no whole number of blocks of {block_type}")
     columns = values.shape[-1] // size * values_of_block
     blocks = values.reshape(-1, size)
     out = torch.empty((len(blocks), values_of_block), dtype=dtype, device=values.device)

@@ -24,7 +24,7 @@ from typing import Final
 
 import torch
 
-from nf4conv.codec.decode.scaled import as_pairs, chunks, look_up
+from nf4conv.codec.decode.floats import as_pairs, chunks, look_up
 from nf4conv.errors import CodecError
 from nf4conv.format.integers import WORD, IntegerLayout
 

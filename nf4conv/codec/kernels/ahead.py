@@ -14,8 +14,8 @@ import torch
 
 from nf4conv.codec.kernels import error, vectors
 from nf4conv.codec.kernels.compiling import Variant
-from nf4conv.codec.kernels.decoding import dequantize, fp4, ggml, integers, scaled
-from nf4conv.codec.kernels.decoding.scaled import kind_of, stored
+from nf4conv.codec.kernels.decoding import dequantize, floats, ggml, integers
+from nf4conv.codec.kernels.decoding.floats import kind_of, stored
 from nf4conv.codec.kernels.packing import mean, nested, pack
 from nf4conv.codec.kernels.slots import ELEMENTWISE, SLOTWISE, configuration
 from nf4conv.codec.kernels.tables import bound_table, middle_table, value_table
@@ -183,12 +183,12 @@ def scaled_decoder(
     values.
     """
     kernel = Variant(
-        scaled.scaled_kernel,
+        floats.scaled_kernel,
         (stored(values), stored(scale), out),
         (*block, kind_of(values), kind_of(scale), by_127, aligned),
-        scaled.NUM_WARPS,
+        floats.NUM_WARPS,
     )
-    return _decoding(kernel, scaled.TILE_ROWS.value, scaled.TILE_COLUMNS.value)
+    return _decoding(kernel, floats.TILE_ROWS.value, floats.TILE_COLUMNS.value)
 
 
 def fp4_decoder(
@@ -209,12 +209,12 @@ def fp4_decoder(
     factors = (stored(divisor or scale), stored(multiplier or scale))
     has_factors = (divisor is not None, multiplier is not None)
     kernel = Variant(
-        fp4.fp4_kernel,
+        floats.fp4_kernel,
         (torch.uint8, stored(scale), *factors, out),
         (group_pairs, kind_of(scale), *has_factors, aligned, transposed),
-        fp4.NUM_WARPS,
+        floats.NUM_WARPS,
     )
-    return _decoding(kernel, fp4.TILE_ROWS.value, fp4.TILE_PAIRS.value)
+    return _decoding(kernel, floats.TILE_ROWS.value, floats.TILE_PAIRS.value)
 
 
 def integer_decoder(

@@ -16,6 +16,6 @@ No function here validates its arguments or allocates its results: ops.py does.
 """
 
 from nf4conv.codec.reference.dequantize import dequantize_blocks as dequantize_blocks
-from nf4conv.codec.reference.errors import error_sums as error_sums
+from nf4conv.codec.reference.dequantize import error_sums as error_sums
 from nf4conv.codec.reference.quantize import compress_absmax as compress_absmax
 from nf4conv.codec.reference.quantize import quantize_blocks as quantize_blocks

@@ -1,10 +1,22 @@
-"""Packed codes → weight, and absmax as it decodes."""
+"""Packed codes → weight, absmax as it decodes, and the errors of a weight by the bound that
+codec/error_sums.py states.
+"""
+
+from typing import Final
 
 import torch
 
+from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, half_gaps, merged
 from nf4conv.codec.quant_state import Decoding
-from nf4conv.codec.reference.blocks import CHUNK, flushed
 from nf4conv.format.codebook import CODEBOOKS, NESTED_BLOCKSIZE
+
+CHUNK: Final = 7 << 12
+"""Elements worked on at a time: a multiple of any blocksize, and less than 2^15.
+
+On a CPU torch calls its threads together from 2^15 elements on. They would come for every operation
+of some 10 µs, and on a busy machine each time wait for the one that sleeps. (Indexing by a tensor
+calls them at any size, which is why the reference uses `index_select`.)
+"""
 
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
@@ -88,3 +100,60 @@ def spread(per_block: torch.Tensor, blocksize: int, start: int, count: int) -> t
     stop = -(-(start + count) // blocksize)
     values = per_block[first:stop].repeat_interleave(blocksize)
     return values[:count]
+
+
+def flushed(values: torch.Tensor) -> torch.Tensor:
+    """Returns values with denormals replaced by zeros of their sign; NaN and infinities stay."""
+    return values * (values.abs() >= SMALLEST_NORMAL)
+
+
+def scales_and_shifts(decoding: Decoding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns absmax as it decodes, and how far nested quantization may have moved it, zeros
+    without: twice [blocks] float32.
+    """
+    scales = decoded_absmax(decoding)
+    if decoding.nested_absmax is None:
+        return scales, torch.zeros_like(scales)
+    return scales, NESTED_ERROR * nested_scales(decoding.nested_absmax, len(scales))
+
+
+def error_sums(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    decoding: Decoding,
+    known: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Compares a weight, [n], with its packed form, on the weight's device. `known` is the result
+    of `scales_and_shifts`, for a caller who has it already.
+    """
+    scales, shifts = known or scales_and_shifts(decoding)
+    device = weight.device
+    table = decoded_values(decoding.quant_type, device)
+    half_gap = torch.tensor(
+        half_gaps(decoding.quant_type, decoding.scales), dtype=torch.float32, device=device
+    )
+    parts = [torch.zeros(5, dtype=torch.float64, device=device)]
+    for start in range(0, weight.numel(), CHUNK):
+        original = weight[start : start + CHUNK].float()
+        count = original.numel()
+        codes = unpacked(packed[start // 2 : (start + CHUNK) // 2])[:count]
+        scale = spread(scales, decoding.blocksize, start, count)
+        shift = spread(shifts, decoding.blocksize, start, count)
+        value = table.index_select(0, codes)
+        error = (original - flushed(value * flushed(scale))).abs()
+        of_rounding = half_gap.index_select(0, codes) * (scale.abs() + shift)
+        bound = of_rounding + value.abs() * shift + SMALLEST_NORMAL
+        figures = [
+            error.double().square().sum(),
+            original.double().square().sum(),
+            _largest(error).double(),
+            _largest((error / scale).abs().where(scale != 0, 0)).double(),
+            (~((error <= bound) & error.isfinite())).sum().double(),
+        ]
+        parts.append(torch.stack(figures))
+    return merged(parts)
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """Returns the largest of some magnitudes, 0-d; NaN is ignored."""
+    return values.nan_to_num(nan=0.0, posinf=torch.inf).amax()

@@ -13,7 +13,7 @@ import torch
 
 from nf4conv.codec.backends import backend
 from nf4conv.codec.quant_state import Decoding, QuantState
-from nf4conv.codec.reference.blocks import flushed
+from nf4conv.codec.reference.dequantize import flushed
 from nf4conv.errors import CodecError
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import block_count

@@ -40,7 +40,7 @@ class Fp4(Foreign):
         "values": part("", "U8 I8: out in/2"),
         "scale": part(_SCALES, *_FORMS_OF_SCALES),
     }
-    decoder: ClassVar[str] = "nf4conv.codec.decode.fp4:decode_fp4"
+    decoder: ClassVar[str] = "nf4conv.codec.decode.floats:decode_fp4"
     made_from: ClassVar[str] = "fp4 (e2m1)"
 
     values: TensorInfo  # [rows, columns / 2], or a stack of such matrices
@@ -169,7 +169,7 @@ class Scaled(Foreign):
     Fields of torchao's tensors are named as in its prototype/safetensors/safetensors_support.py.
     """
 
-    decoder: ClassVar[str] = "nf4conv.codec.decode.scaled:decode_scaled"
+    decoder: ClassVar[str] = "nf4conv.codec.decode.floats:decode_scaled"
     only_in: ClassVar[str] = "F8_E4M3 F8_E5M2 I8"
 
     values: TensorInfo  # [..., rows, columns]
@@ -330,7 +330,7 @@ class Bitsandbytes8bit(Foreign):
         "values": part("", "I8: out in"),
         "scale": part("SCB", f"{FLOATS}: out", f"{FLOATS}: out 1"),
     }
-    decoder: ClassVar[str] = "nf4conv.codec.decode.scaled:decode_int8_rows"
+    decoder: ClassVar[str] = "nf4conv.codec.decode.floats:decode_int8_rows"
     name: ClassVar[str] = "int8 rows"
     made_from: ClassVar[str] = "bitsandbytes int8"
 

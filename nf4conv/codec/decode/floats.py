@@ -1,4 +1,5 @@
-"""8-bit values times scales that blocks of them share: FP8 E4M3 and E5M2, MXFP8, INT8.
+"""8-bit values, or pairs of E2M1 values with the low nibble first, times scales that blocks of them
+share: FP8 E4M3 and E5M2, MXFP8, INT8, MXFP4, NVFP4. sources/foreign/ has checked their shapes.
 
     value = float32(stored − zero point) × float32(scale), rounded once to the wanted dtype
 
@@ -6,15 +7,22 @@ A scale multiplies whatever it is called, `weight_scale_inv` too: weight_dequant
 DeepSeek-V3's inference/kernel.py, Fp8Dequantize of transformers' integrations/finegrained_fp8.py.
 E8M0 scales, 2^(byte − 127), are stored as such or as plain bytes (OCP Microscaling Formats v1.0,
 section 5.4.1).
+
+MXFP4                      value = e2m1 × 2^(scale − 127)
+                           groups of 32; OCP Microscaling Formats v1.0, section 5.3.3, and
+                           convert_moe_packed_tensors of transformers' integrations/mxfp4.py
+NVFP4, compressed-tensors  value = e2m1 × (scale / weight_global_scale)
+                           groups of 16, scale in FP8 E4M3; compressed-tensors' compressors/nvfp4
+NVFP4, ModelOpt            value = e2m1 × (scale × weight_scale_2)
+                           groups of 16, scale in FP8 E4M3; ModelOpt's NVFP4QTensor.dequantize
 """
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Final
 
 import torch
-
-from nf4conv.errors import CodecError
 
 _CPU_CHUNK: Final = 2**18
 """Values that are decoded at a time on a CPU. What the steps leave for each other, 1 MB in float32,
@@ -23,6 +31,11 @@ stays in a core's cache: GGUF's blocks take 1.3 to 2.1 times as long with 2^22.
 
 _GPU_CHUNK: Final = 2**22
 """Values that are decoded at a time on a GPU: enough to hide the launches."""
+
+_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+E2M1: Final = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+"""The values of the 16 codes: a sign bit, two bits of exponent, one of mantissa."""
 
 
 def decode_scaled(
@@ -41,8 +54,7 @@ def decode_scaled(
     a shape that broadcasts against the values'.
 
     by_127 multiplies each product by 1 / 127 too, rounded once more. `zero`, int8 in the shape of
-    the scales of a matrix, is subtracted first. Raises CodecError if the scales do not fit the
-    values.
+    the scales of a matrix, is subtracted first.
     """
     if scale is None:
         scale = torch.ones((), device=values.device)
@@ -51,8 +63,6 @@ def decode_scaled(
         scale = _broadcastable(values, scale)
         scale = scale.expand((*values.shape[:-2], *scale.shape[-2:]))
         zero = None if zero is None else _broadcastable(values, zero)
-    else:
-        _check_grid(values, scale, block)
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     for matrix, scales, decoded in zip(
         _matrices(values), _matrices(scale), _matrices(out), strict=True
@@ -65,12 +75,45 @@ def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
     """Decodes a weight of bitsandbytes' LLM.int8(), [rows, columns] int8, whose rows were scaled so
     that their largest magnitude is 127. `scale` holds these magnitudes (`SCB`).
 
-    The result is rounded as bitsandbytes' int8_vectorwise_dequant rounds: twice in float32. Raises
-    CodecError if there is not one scale for each row.
+    The result is rounded as bitsandbytes' int8_vectorwise_dequant rounds: twice in float32.
     """
-    if scale.numel() != values.shape[0]:
-        raise CodecError(f"{scale.numel()} row scales for a weight of shape {list(values.shape)}")
     return decode_scaled(values, scale.view(-1, 1), None, dtype, by_127=True)
+
+
+def decode_fp4(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    divisor: torch.Tensor | None = None,
+    multiplier: torch.Tensor | None = None,
+    is_transposed: bool = False,
+) -> torch.Tensor:
+    """Decodes a matrix, or a stack of matrices, [..., rows, columns / 2] of two values a byte, the
+    first one in the low nibble.
+
+    Scales are [..., rows, groups] float8_e8m0fnu, its bytes as uint8, or float8_e4m3fn; all are
+    divided by `divisor` and multiplied with `multiplier`, one float32 each. Transposed, the result
+    is [..., columns, rows]: gpt-oss stores its experts as [out, in] and loads them as [in, out].
+    """
+    rows = values.shape[:-1]
+    pairs = values.shape[-1]
+    out = torch.empty((*rows, 2 * pairs), dtype=dtype, device=values.device)
+    flat_values = values.flatten(0, -2)
+    flat_scale = scale.flatten(0, -2)
+    flat_out = out.flatten(0, -2)
+    factors = scale_values(flat_scale)
+    if divisor is not None:
+        factors = factors / divisor.reshape(()).to(torch.float32)
+    if multiplier is not None:
+        factors = factors * multiplier.reshape(()).to(torch.float32)
+    for part in chunks(flat_values, 2 * pairs):
+        decoded = pair_values(flat_values[part]).view(len(factors[part]), scale.shape[-1], -1)
+        decoded.mul_(factors[part].unsqueeze(-1))
+        flat_out[part] = decoded.view(-1, 2 * pairs)
+    if is_transposed:
+        return out.mT.contiguous()
+    return out
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
@@ -139,18 +182,6 @@ def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]
         yield slice(start, min(start + step, rows))
 
 
-def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
-    """Raises a CodecError unless there is a scale for each block."""
-    height, width = block
-    *stacked, rows, columns = values.shape
-    expected = (*stacked, -(-rows // height), -(-columns // width))
-    if tuple(scale.shape) != expected:
-        raise CodecError(
-            f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)} in "
-            f"blocks of {height} × {width}, expected {list(expected)}"
-        )
-
-
 def _matrices(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns the matrices of a stack, [..., rows, columns]; a vector is one row."""
     shape = torch.atleast_2d(stack).shape  # type: ignore[no-untyped-call]
@@ -193,19 +224,19 @@ def _of_rows(grid: torch.Tensor, part: slice, block: tuple[int, int], columns: i
 
 
 def _broadcastable(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Returns scales in a shape that broadcasts against the values'; a CodecError if there is
-    none.
-    """
+    """Returns scales in a shape that broadcasts against the values'."""
     if scale.numel() == 1:
         return scale.view((1,) * values.dim())
-    if scale.dim() == 1 and values.dim() == 2:
-        scale = scale.view(-1, 1)  # a scale for each row, that is, output channel
-    fits = scale.dim() == values.dim()
-    if fits:
-        for size, whole in zip(scale.shape, values.shape, strict=True):
-            fits = fits and size in (1, whole)
-    if not fits:
-        raise CodecError(
-            f"scales of shape {list(scale.shape)} for values of shape {list(values.shape)}"
-        )
-    return scale
+    # a scale for each row, that is, output channel
+    return scale.view(-1, 1) if scale.dim() < values.dim() else scale
+
+
+def pair_values(values: torch.Tensor) -> torch.Tensor:
+    """Decodes bytes to the two values of each: [..., n] → [..., 2 · n] float32."""
+    stored = values.reshape(-1).view(torch.uint8)
+    return look_up(_pairs(values.device), stored).view(*values.shape[:-1], -1)
+
+
+@cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    return as_pairs(torch.tensor(E2M1, dtype=torch.float32, device=device))
