@@ -87,11 +87,9 @@ def reciprocal(values: torch.Tensor) -> torch.Tensor:
     signed_shift = shift.view(np.int32)
     signed_shift >>= 15
     magnitudes = np.abs(numbers)
-    if magnitudes.size and magnitudes.min() >= _SMALLEST and magnitudes.max() <= _LARGEST:
-        found.view(np.int32)[...] += signed_shift
-    else:
-        is_ordinary = (magnitudes >= _SMALLEST) & (magnitudes <= _LARGEST)
-        found.view(np.int32)[...] += signed_shift * is_ordinary
+    is_ordinary = (magnitudes >= _SMALLEST) & (magnitudes <= _LARGEST)
+    found.view(np.int32)[...] += signed_shift * is_ordinary
+    if not is_ordinary.all():
         found[magnitudes < _SMALLEST] = np.inf
         found[magnitudes > _LARGEST] = 0
         np.copysign(found, numbers, out=found)

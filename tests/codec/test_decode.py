@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from nf4conv import dequantize_4bit, quantize_4bit
-from nf4conv.codec.decode.floats import decode_fp4, decode_int8_rows, decode_scaled
+from nf4conv.codec.decode.floats import decode_fp4, decode_scaled
 from nf4conv.codec.ops import decode_packed
 
 same_bits = partial(weights.same_bits, any_nan=True)
@@ -174,7 +174,7 @@ def test_int8_is_that_of_compressed_tensors():
 def test_int8_rows_are_those_of_bitsandbytes(dtype: torch.dtype):
     values, scale = random_bytes(64, 96).view(torch.int8), random_scales(64) * 30
     expected = bnb.int8_vectorwise_dequant(values, scale).to(dtype)
-    same_bits(decode_int8_rows(values, scale, dtype), expected)
+    same_bits(decode_scaled(values, scale, None, dtype, by_127=True), expected)
 
 
 @pytest.mark.parametrize("double_quant", [False, True], ids=["plain", "nested"])

@@ -12,7 +12,7 @@ import torch
 import weights
 from integers import Weight, awq, compressed, gptq, torchao
 
-from nf4conv.codec.decode.floats import decode_fp4, decode_int8_rows, decode_scaled
+from nf4conv.codec.decode.floats import decode_fp4, decode_scaled
 from nf4conv.codec.kernels.ahead import Codec, fp4_decoder, integer_decoder, scaled_decoder
 from nf4conv.codec.kernels.decoding.floats import fp4_kernel
 from nf4conv.format.integers import IntegerLayout
@@ -120,7 +120,7 @@ def test_every_value_with_every_kind_of_scale(values_dtype: torch.dtype, scale_d
 def test_8_bit_rows_of_bitsandbytes(dtype: torch.dtype):
     values, scale = random_bytes(33, 80).view(torch.int8), random_scale(torch.float32, 33)
     found = scaled_by_kernel(values, scale.view(-1, 1), (1, 1), dtype, by_127=True)
-    same_bits(found, decode_int8_rows(values, scale, dtype))
+    same_bits(found, decode_scaled(values, scale, None, dtype, by_127=True))
 
 
 @pytest.mark.parametrize("factor", [None, "divisor", "multiplier"])

@@ -53,8 +53,9 @@ def decode_scaled(
     columns)]; the last blocks may be partial. Without one they are a single value, or [rows], or of
     a shape that broadcasts against the values'.
 
-    by_127 multiplies each product by 1 / 127 too, rounded once more. `zero`, int8 in the shape of
-    the scales of a matrix, is subtracted first.
+    by_127 multiplies each product by 1 / 127 too, rounded once more: bitsandbytes' LLM.int8() has
+    the largest magnitudes of rows as scales, and its int8_vectorwise_dequant rounds so. `zero`, int8
+    in the shape of the scales of a matrix, is subtracted first.
     """
     if scale is None:
         scale = torch.ones((), device=values.device)
@@ -69,15 +70,6 @@ def decode_scaled(
     ):
         _decode_matrix(matrix, scales, block, decoded, zero, by_127=by_127)
     return out
-
-
-def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decodes a weight of bitsandbytes' LLM.int8(), [rows, columns] int8, whose rows were scaled so
-    that their largest magnitude is 127. `scale` holds these magnitudes (`SCB`).
-
-    The result is rounded as bitsandbytes' int8_vectorwise_dequant rounds: twice in float32.
-    """
-    return decode_scaled(values, scale.view(-1, 1), None, dtype, by_127=True)
 
 
 def decode_fp4(

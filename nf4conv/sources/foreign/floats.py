@@ -330,12 +330,16 @@ class Bitsandbytes8bit(Foreign):
         "values": part("", "I8: out in"),
         "scale": part("SCB", f"{FLOATS}: out", f"{FLOATS}: out 1"),
     }
-    decoder: ClassVar[str] = "nf4conv.codec.decode.floats:decode_int8_rows"
+    decoder: ClassVar[str] = "nf4conv.codec.decode.floats:decode_scaled"
     name: ClassVar[str] = "int8 rows"
     made_from: ClassVar[str] = "bitsandbytes int8"
 
     values: TensorInfo
     scale: TensorInfo  # the largest magnitudes
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"block": None, "by_127": True}
 
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
         return _kernel(self.values, self.scale, None, by_127=True)

@@ -3,7 +3,7 @@
 The arithmetic, and how codes lie in words, is that of codec/decode/integers.py.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
@@ -29,20 +29,12 @@ BYTE_ZEROS = tl.constexpr(3)  # int8, less 2^(bits - 1)
 ADDED_ZEROS = tl.constexpr(4)  # floats, added to products; codes less 2^(bits - 1)
 
 
-class Tile(NamedTuple):
-    """Says how many rows and columns a program decodes.
+def tile_of(packing: int) -> tuple[int, int]:
+    """Returns how many rows and columns a program decodes of a packing.
 
     Rows of a word that lies across them are read together; values are written along columns.
     """
-
-    rows: int
-    columns: int
-
-
-def tile_of(packing: int) -> Tile:
-    """Returns what a program decodes of a packing."""
-    is_by_rows = packing in (BY_ROWS.value, SIGNED.value)
-    return Tile(4, 512) if is_by_rows else Tile(32, 64)
+    return (4, 512) if packing in (BY_ROWS.value, SIGNED.value) else (32, 64)
 
 
 def kind_of_zeros(zeros: torch.dtype | None, zeros_less_one: bool) -> int:

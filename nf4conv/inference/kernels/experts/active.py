@@ -8,7 +8,7 @@ So nothing of the choice is needed on the host.
 import triton.language as tl
 
 from nf4conv.codec.kernels.arithmetic import multiply
-from nf4conv.codec.kernels.decoding.values import plain_values, shuffled_values
+from nf4conv.codec.kernels.decoding.dequantize import plain_values, shuffled_values
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.arithmetic import multiply
-from nf4conv.codec.kernels.decoding.values import lane_values, tile_values
+from nf4conv.codec.kernels.decoding.dequantize import lane_values, tile_values
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
 
