@@ -54,8 +54,8 @@ def decode_scaled(
     a shape that broadcasts against the values'.
 
     by_127 multiplies each product by 1 / 127 too, rounded once more: bitsandbytes' LLM.int8() has
-    the largest magnitudes of rows as scales, and its int8_vectorwise_dequant rounds so. `zero`, int8
-    in the shape of the scales of a matrix, is subtracted first.
+    the largest magnitudes of rows as scales, and its int8_vectorwise_dequant rounds so. `zero`,
+    int8 in the shape of the scales of a matrix, is subtracted first.
     """
     if scale is None:
         scale = torch.ones((), device=values.device)
