@@ -52,7 +52,6 @@ class GgufFamily:
     constants: Mapping[str, object] = field(default_factory=dict)
     shown: Mapping[str, str] = field(default_factory=dict)
     complete: tuple[completing.Completion, ...] = ()
-    refusal: str = ""  # what follows "GGUF of a … model", if no such file can be read
 
     def is_meant(self, sizes: _Sizes, names: _Names) -> bool:
         """Returns True if a file is of this family, and not of others with the same name.
@@ -76,16 +75,8 @@ def architectures() -> list[str]:
 @cache
 def families_of(architecture: str) -> tuple[GgufFamily, ...]:
     """Returns the families of an architecture, in the order in which they are to be tried."""
-    table = _table()
-    found = []
-    for name, row in table["refused"].items():
-        if row.get("of", name) == architecture:
-            model_type, kind = row["model"]
-            found.append(GgufFamily(model_type, kind, row["told_by"], refusal=row["why"]))
-    for name, row in table["family"].items():
-        if architecture in row.get("of", [name]):
-            found.append(_family(name))
-    return tuple(found)
+    rows = _table()["family"].items()
+    return tuple(_family(name) for name, row in rows if architecture in row.get("of", [name]))
 
 
 @cache

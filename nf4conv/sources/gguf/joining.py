@@ -46,14 +46,13 @@ def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Stack:
 
     Source: GptOssModel.
     """
-    if len({part.shape for part in parts}) != 1:
-        raise ValueError("differs in shape from what it alternates with")
+    _require(len({part.shape for part in parts}) == 1)
     return _experts(parts, is_transposed=len(parts[0].shape) == 3, is_interleaved=True)
 
 
 def join_rows(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
-    _require_alike(parts)
+    _require(_are_as_wide(parts))
     rows = sum(part.shape[0] for part in parts)
     return StackedExperts((tuple(parts),)), (rows, *parts[0].shape[1:])
 
@@ -64,9 +63,7 @@ def join_latent_heads(parts: Parts, _sizes: Sizes) -> Stack:
     Source: DeepseekV2Model, which takes kv_b_proj apart.
     """
     keys, values = parts
-    are_stacks = len(keys.shape) == 3 and len(values.shape) == 3
-    if not are_stacks or keys.shape[1] != values.shape[2]:
-        raise ValueError("is no stack of heads that goes with that of the values")
+    _require(len(keys.shape) == len(values.shape) == 3 and keys.shape[1] == values.shape[2])
     groups = []
     for head in range(_common_count(parts)):
         key = undone(matrix_of(keys, head), TRANSPOSED)
@@ -82,13 +79,13 @@ def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
     The first part has all queries, all keys and all values; the second all gates. Source:
     Qwen3NextModel, which takes in_proj_qkvz apart.
     """
-    _require_alike(parts)
     mixed, gates = parts
+    _require(_are_as_wide(parts))
     heads = _size(sizes, "ssm.group_count")
     keys = heads * _size(sizes, "ssm.state_size")
     values = _size(sizes, "ssm.inner_size")
-    if mixed.shape[0] != 2 * keys + values or gates.shape[0] != values:
-        raise ValueError(f"has {mixed.shape[0]} rows, which do not go with {heads} heads")
+    _require((mixed.shape[0], gates.shape[0]) == (2 * keys + values, values))
+    _require(values % heads == 0)
     before_values = 2 * keys
     kinds = (
         rows_of(mixed, 0, keys),
@@ -96,10 +93,7 @@ def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
         rows_of(mixed, before_values, before_values + values),
         gates,
     )
-    groups = []
-    for head in range(heads):
-        group = tuple(_share(kind, head, heads) for kind in kinds)
-        groups.append(group)
+    groups = [tuple(_share(kind, head, heads) for kind in kinds) for head in range(heads)]
     rows = mixed.shape[0] + gates.shape[0]
     width = mixed.shape[1:]
     return StackedExperts(tuple(groups)), (rows, *width)
@@ -123,8 +117,7 @@ def join_tiled_states(parts: Parts, sizes: Sizes) -> Stack:
 def join_tiled_channels(parts: Parts, sizes: Sizes) -> Stack:
     """Returns convolutions, [channels, 1, width], sorted as by `join_tiled_heads`."""
     [tensor] = parts
-    if len(tensor.shape) != 2:
-        raise ValueError(f"is of shape {list(tensor.shape)}, and no convolution of channels")
+    _require(len(tensor.shape) == 2)
     channels, width = tensor.shape
     return StackedExperts((_untiled(tensor, sizes, None),)), (channels, 1, width)
 
@@ -134,8 +127,7 @@ def join_tiled_columns(parts: Parts, sizes: Sizes) -> Stack:
     [tensor] = parts
     keys, shared = _heads_of_keys(sizes)
     heads = keys * shared
-    if len(tensor.shape) != 2 or tensor.shape[1] % heads != 0:
-        raise ValueError(f"is of shape {list(tensor.shape)}, which does not go with its heads")
+    _require(len(tensor.shape) == 2 and tensor.shape[1] % heads == 0)
     return StackedExperts(((undone(tensor, TILED, keys, shared),),)), tensor.shape
 
 
@@ -148,8 +140,7 @@ def _untiled(tensor: TensorInfo, sizes: Sizes, change: str | None) -> tuple[Tens
     if rows != values:
         values = _size(sizes, "ssm.inner_size")
     before = rows - values
-    if rows == 0 or before < 0 or values % heads != 0:
-        raise ValueError(f"has {rows} rows, which do not go with {heads} heads")
+    _require(rows > 0 and before >= 0 and values % heads == 0)
     size = values // heads
     runs = [(0, before)] if before else []
     for key in range(keys):
@@ -166,8 +157,7 @@ def _heads_of_keys(sizes: Sizes) -> tuple[int, int]:
     """Returns how many keys linear attention has, and how many values share each of them."""
     keys = _size(sizes, "ssm.group_count")
     values = _size(sizes, "ssm.time_step_rank")
-    if values % keys != 0 or values > _MOST_GROUPS:
-        raise ValueError(f"has {values} values, which do not share {keys} keys")
+    _require(values % keys == 0 and values <= _MOST_GROUPS)
     return keys, values // keys
 
 
@@ -179,23 +169,23 @@ def count_matrices(stack: TensorInfo) -> int:
     return count
 
 
-def _require_alike(parts: Parts) -> None:
-    """Refuses parts that are no matrices of equal width."""
-    columns = {part.shape[1:] for part in parts}
-    if len(columns) != 1 or any(len(part.shape) != 2 for part in parts):
-        raise ValueError("is no matrix as wide as the others of its layer")
+def _require(fits: bool) -> None:
+    if not fits:
+        raise ValueError("does not go with the others of its layer, or with the metadata")
+
+
+def _are_as_wide(parts: Parts) -> bool:
+    """Returns True if parts are matrices of one width."""
+    return len({part.shape[1:] for part in parts}) == 1 and len(parts[0].shape) == 2
 
 
 def _experts(parts: Parts, *, is_transposed: bool = False, is_interleaved: bool = False) -> Stack:
     """Stacks the matrices of each expert, or the vectors of biases."""
     columns = {part.shape[2:] for part in parts}
     dimensions = {len(part.shape) for part in parts}
-    if len(columns) != 1 or not dimensions <= {2, 3}:
-        raise ValueError("is no stack of experts that goes with the others of its layer")
-    groups = []
-    for expert in range(_common_count(parts)):
-        matrices = [matrix_of(part, expert) for part in parts]
-        groups.append(tuple(matrices))
+    _require(len(columns) == 1 and dimensions <= {2, 3})
+    count = _common_count(parts)
+    groups = [tuple(matrix_of(part, expert) for part in parts) for expert in range(count)]
     matrix = (sum(part.shape[1] for part in parts), *parts[0].shape[2:])
     if is_transposed:
         matrix = matrix[::-1]
@@ -203,17 +193,13 @@ def _experts(parts: Parts, *, is_transposed: bool = False, is_interleaved: bool 
 
 
 def _common_count(stacks: Sequence[TensorInfo]) -> int:
-    counts = sorted({count_matrices(stack) for stack in stacks})
-    if len(counts) > 1:
-        found = " and ".join(map(str, counts))
-        raise ValueError(f"is one of stacks of {found} matrices")
-    return counts[0]
+    counts = {count_matrices(stack) for stack in stacks}
+    _require(len(counts) == 1)
+    return counts.pop()
 
 
 def _share(tensor: TensorInfo, index: int, count: int) -> TensorInfo:
     """Returns one of `count` equal runs of rows."""
-    if tensor.shape[0] % count != 0:
-        raise ValueError(f"has {tensor.shape[0]} rows, which do not go with {count} heads")
     rows = tensor.shape[0] // count
     return rows_of(tensor, index * rows, (index + 1) * rows)
 

@@ -26,6 +26,12 @@ _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.
 _SEEING: Final = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 """Architectures of text models that occur only as parts of models that see."""
 
+_REFUSED: Final = (
+    ("deepseek2", "attention.temperature_scale", "of a Mistral Large 3, which no transformers has"),
+    ("glm4", "rope.dimension_sections", "of a model that sees, whose rows the converter moved"),
+)
+"""Files that look like others: the architecture, a key of the metadata, and what they are."""
+
 Absent: TypeAlias = Mapping[Path, FileBytes]
 """Files that are not here, by the path that each would have."""
 
@@ -140,6 +146,9 @@ def _family(
             f"original's safetensors, and of GGUF files the text model's",
             path=path,
         )
+    for of, sign, why in _REFUSED:
+        if of == architecture and sizes.get(sign):
+            raise UndecodableError(f"{path}: GGUF {why}; take the original", path=path)
     families = [each for each in families_of(architecture) if each.is_meant(sizes, names)]
     if not families:
         raise UndecodableError(
@@ -148,11 +157,6 @@ def _family(
             path=path,
         )
     family = families[0]
-    if family.refusal:
-        raise UndecodableError(
-            f"{path}: GGUF of a {family.model_type} model {family.refusal}; take the original",
-            path=path,
-        )
     if config is not None:
         model_type = config.get("model_type")
         for each in families:
