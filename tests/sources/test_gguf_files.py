@@ -433,9 +433,7 @@ DAMAGED = [
     (0, b"GGML", "is no GGUF file"),
     (4, struct.pack("<I", 1), "version 1; 2 and 3 in little-endian order are read"),
     (8, struct.pack("<Q", 10**9), "claims 1,000,000,000 tensors, as no model has"),
-    (8, struct.pack("<Q", 10**5), "claims 100,000 tensors, more than the file holds"),
-    (16, struct.pack("<Q", 10**9), "claims 1,000,000,000 metadata entries, more than the file"),
-    (24, struct.pack("<Q", 2**40), "has a string of 1,099,511,627,776 bytes"),
+    (24, struct.pack("<Q", 2**40), "is cut off in its header"),
     (24, struct.pack("<Q", 2**23), "is cut off in its header"),
     (52, struct.pack("<I", 99), "a value of type 99, which GGUF does not define"),
     ("type", struct.pack("<I", 41), "output.weight: is of type 41, which nf4conv does not decode"),
@@ -455,7 +453,7 @@ def test_damaged_files_are_refused(tmp_path: Path):
         assert said in refused(path)
     for length in (0, 3, 4, 10, 24, 100, 1000):
         path.write_bytes(good[:length])
-        assert "the download is incomplete" in refused(path) or "claims" in refused(path)
+        assert "the download is incomplete" in refused(path)
     path.write_bytes(good[:-1000])
     assert "output.weight: reaches beyond the end of the file" in refused(path)
 
