@@ -22,10 +22,13 @@ class BlockType(NamedTuple):
     size: int
 
 
-BLOCK_TYPES: Final = {
+_DTYPES: Final = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
     30: BlockType("BF16", 1, 2),
+}
+
+_COMMON: Final = {
     2: BlockType("Q4_0", 32, 18),
     3: BlockType("Q4_1", 32, 20),
     6: BlockType("Q5_0", 32, 22),
@@ -36,30 +39,7 @@ BLOCK_TYPES: Final = {
     12: BlockType("Q4_K", 256, 144),
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
-    16: BlockType("IQ2_XXS", 256, 66),
-    17: BlockType("IQ2_XS", 256, 74),
-    18: BlockType("IQ3_XXS", 256, 98),
-    19: BlockType("IQ1_S", 256, 50),
-    20: BlockType("IQ4_NL", 32, 18),
-    21: BlockType("IQ3_S", 256, 110),
-    22: BlockType("IQ2_S", 256, 82),
-    23: BlockType("IQ4_XS", 256, 136),
-    29: BlockType("IQ1_M", 256, 56),
-    34: BlockType("TQ1_0", 256, 54),
-    35: BlockType("TQ2_0", 256, 66),
-    39: BlockType("MXFP4", 32, 17),
-    40: BlockType("NVFP4", 64, 36),
 }
-"""The types of weights that are decoded; a test compares them with the package `gguf`."""
-
-BY_NAME: Final = {block_type.name: block_type for block_type in BLOCK_TYPES.values()}
-"""The same types by their names."""
-
-NUMBERS: Final = {block_type.name: number for number, block_type in BLOCK_TYPES.items()}
-"""The number of each of these types by its name."""
-
-PLAIN: Final = ("F32", "F16", "BF16")
-"""Types that are dtypes."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +93,15 @@ class Layout:  # no tuple, which Triton would take apart
     group: int = 0
 
 
-LAYOUTS: Final = {
+_WITHOUT_GROUPS: Final = {
     "Q4_0": Layout(0, Fields(2, 4, 16), center=8),
     "Q4_1": Layout(0, Fields(4, 4, 16), has_minimum=True),
     "Q5_0": Layout(0, Fields(6, 4, 16), Fields(2, 1, 1), center=16),
     "Q5_1": Layout(0, Fields(8, 4, 16), Fields(4, 1, 1), has_minimum=True),
     "Q8_0": Layout(0, Fields(2, 8, 32)),
+}
+
+_WITH_GROUPS: Final = {
     "Q2_K": Layout(80, Fields(16, 2, 32), has_minimum=True, kind=NIBBLES, first=0, group=16),
     "Q3_K": Layout(
         108, Fields(32, 2, 32), Fields(0, 1, 32), center=4, kind=SPLIT, first=96, group=16
@@ -131,12 +114,42 @@ LAYOUTS: Final = {
         208, Fields(0, 4, 64), Fields(128, 2, 32), center=32, kind=SIGNED, first=192, group=16
     ),
 }
+
+LAYOUTS: Final = {**_WITHOUT_GROUPS, **_WITH_GROUPS}
 """The layouts of the types that nf4conv decodes itself, by ggml-common.h and ggml-quants.c in
 llama.cpp.
 """
 
-RARE: Final = tuple(name for name in BY_NAME if name not in (*LAYOUTS, *PLAIN))
+_RARE: Final = {
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
+    20: BlockType("IQ4_NL", 32, 18),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
+    23: BlockType("IQ4_XS", 256, 136),
+    29: BlockType("IQ1_M", 256, 56),
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
+    39: BlockType("MXFP4", 32, 17),
+    40: BlockType("NVFP4", 64, 36),
+}
+
+BLOCK_TYPES: Final = {**_DTYPES, **_COMMON, **_RARE}
+"""The types of weights that are decoded; a test compares them with the package `gguf`."""
+
+RARE: Final = tuple(block_type.name for block_type in _RARE.values())
 """Types that few files have. The package `gguf` decodes them, on a CPU."""
+
+PLAIN: Final = ("F32", "F16", "BF16")
+"""Types that are dtypes."""
+
+BY_NAME: Final = {block_type.name: block_type for block_type in BLOCK_TYPES.values()}
+"""The same types by their names."""
+
+NUMBERS: Final = {block_type.name: number for number, block_type in BLOCK_TYPES.items()}
+"""The number of each of these types by its name."""
 
 # What llama.cpp's converter does to weights of some modules, and reading a file has to undo.
 

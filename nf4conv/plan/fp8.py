@@ -12,8 +12,7 @@ from nf4conv.models.config import OF_EXPERTS, at_all_levels
 from nf4conv.options import DequantizeOptions
 from nf4conv.plan.jobs import CopyJob
 from nf4conv.sources.foreign.config import Block, quantization_of
-from nf4conv.sources.foreign.floats import Scaled
-from nf4conv.sources.foreign.fp8 import GROUP, POWERS_OF_TWO, as_fp8, is_mxfp4
+from nf4conv.sources.foreign.floats import GROUP, POWERS_OF_TWO, Scaled, as_fp8, is_mxfp4
 from nf4conv.sources.source import Source
 
 _ENCODED: Final = "from MXFP4 to FP8"

@@ -25,7 +25,7 @@ from nf4conv.plan.provenance import (
     provenance_of,
 )
 from nf4conv.plan.rows import PlanTotals, TensorRow
-from nf4conv.sources.foreign.fp8 import Fp8Scales
+from nf4conv.sources.foreign.floats import Fp8Scales
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import CalibrationResult, record_of
 from nf4conv.sources.source import Source

@@ -213,7 +213,7 @@ INT4 = torch.zeros(64, 16, dtype=torch.int32)
         (
             {f"{Q}.weight": random(64, 64).to(torch.float8_e4m3fn)},
             {"quant_method": "fp8"},
-            f"{Q}.weight: F8_E4M3 without a scale; the checkpoint is incomplete",
+            f"{Q}.weight: lacks its weight_scale, without which it cannot be decoded",
         ),
         (
             {
@@ -228,7 +228,7 @@ INT4 = torch.zeros(64, 16, dtype=torch.int32)
             {f"{Q}.weight": random_bytes(64, 64).view(torch.int8), f"{Q}.SCB": torch.ones(64)}
             | {f"{Q}.weight_format": torch.tensor(2, dtype=torch.uint8)},
             {"quant_method": "bitsandbytes"},
-            f"{Q}.weight_format: a layout for one kind of GPU",
+            f"{Q}.SCB.* does not go with {Q}.weight_format",
         ),
         (
             {f"{Q}.weight": random_bytes(64, 1), f"{Q}.weight.absmax": torch.ones(2)}

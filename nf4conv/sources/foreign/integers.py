@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from nf4conv.errors import SourceError
 from nf4conv.format.integers import WORD, IntegerLayout, words_of
 from nf4conv.sources.arranged import Columns
 from nf4conv.sources.foreign.config import Description
@@ -101,14 +100,7 @@ def _group_size(parts: Mapping[str, TensorInfo], sizes: Sizes, description: Desc
     for size in named:
         if size is not None and -(-columns // size) == groups:
             return size
-    if named and None not in named:
-        raise SourceError.about(
-            values.file,
-            values.name,
-            f"has {columns:,} columns, and {scale.name} has {groups:,} groups of them; "
-            f"the config says groups of {' or '.join(sorted(map(str, set(named))))}",
-        )
-    if columns % groups != 0:
+    if columns % groups != 0 or (named and None not in named):
         raise misfit(values, scale)
     return columns // groups
 
@@ -273,12 +265,7 @@ def _stored_columns(tensor: TensorInfo, shape: TensorInfo, siblings: SiblingTens
     kind = "<2q" if shape.dtype == "I64" else "<2i"
     rows, columns = struct.unpack(kind, siblings.read(shape))
     if rows != tensor.shape[0] or columns <= 0:
-        raise SourceError.about(
-            shape.file,
-            shape.name,
-            f"says {[rows, columns]}, which does not go with "
-            f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}",
-        )
+        raise misfit(tensor, shape)
     return int(columns)
 
 

@@ -222,17 +222,12 @@ def _check_unused(
         # no model has a matrix of integers before it is quantized
         is_matrix = leaf == "weight" and len(tensor.shape) > 1 and tensor.encoding is None
         is_unread = tensor.encoding is None and tensor.dtype in dtypes
-        what = None
-        if is_unread or tensor.name.endswith(ends):
-            what = "part of a weight"
-        elif "scale" in leaf and module in casts:
-            what = f"may scale {module}.weight, and belongs to a weight"
-        elif method is not None and is_matrix and tensor.dtype in _INTEGER_DTYPES:
-            what = "part of a weight whose scales are missing or do not go with it, and"
-        if what is not None:
+        is_code = method is not None and is_matrix and tensor.dtype in _INTEGER_DTYPES
+        may_scale = "scale" in leaf and module in casts
+        if is_unread or is_code or may_scale or tensor.name.endswith(ends):
             raise SourceError.about(
                 tensor.file,
                 tensor.name,
-                f"{what} that is already quantized in a way that nf4conv does not decode; give the "
-                f"checkpoint that it was made from",
+                "part of a weight that is already quantized in a way that nf4conv does not decode; "
+                "give the checkpoint that it was made from",
             )

@@ -63,7 +63,9 @@ def join_latent_heads(parts: Parts, _sizes: Sizes) -> Stack:
     Source: DeepseekV2Model, which takes kv_b_proj apart.
     """
     keys, values = parts
-    _require(len(keys.shape) == len(values.shape) == 3 and keys.shape[1] == values.shape[2])
+    _require(len(keys.shape) == 3)
+    _require(len(values.shape) == 3)
+    _require(keys.shape[1] == values.shape[2])
     groups = []
     for head in range(_common_count(parts)):
         key = undone(matrix_of(keys, head), TRANSPOSED)
@@ -84,8 +86,8 @@ def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
     heads = _size(sizes, "ssm.group_count")
     keys = heads * _size(sizes, "ssm.state_size")
     values = _size(sizes, "ssm.inner_size")
-    _require((mixed.shape[0], gates.shape[0]) == (2 * keys + values, values))
-    _require(values % heads == 0)
+    _require(values % heads == 0 and gates.shape[0] == values)
+    _require(mixed.shape[0] == 2 * keys + values)
     before_values = 2 * keys
     kinds = (
         rows_of(mixed, 0, keys),
@@ -93,7 +95,10 @@ def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
         rows_of(mixed, before_values, before_values + values),
         gates,
     )
-    groups = [tuple(_share(kind, head, heads) for kind in kinds) for head in range(heads)]
+    groups = []
+    for head in range(heads):
+        group = tuple(_share(kind, head, heads) for kind in kinds)
+        groups.append(group)
     rows = mixed.shape[0] + gates.shape[0]
     width = mixed.shape[1:]
     return StackedExperts(tuple(groups)), (rows, *width)
@@ -176,7 +181,8 @@ def _require(fits: bool) -> None:
 
 def _are_as_wide(parts: Parts) -> bool:
     """Returns True if parts are matrices of one width."""
-    return len({part.shape[1:] for part in parts}) == 1 and len(parts[0].shape) == 2
+    widths = {part.shape[1:] for part in parts}
+    return len(widths) == 1 and len(parts[0].shape) == 2
 
 
 def _experts(parts: Parts, *, is_transposed: bool = False, is_interleaved: bool = False) -> Stack:
@@ -184,8 +190,10 @@ def _experts(parts: Parts, *, is_transposed: bool = False, is_interleaved: bool 
     columns = {part.shape[2:] for part in parts}
     dimensions = {len(part.shape) for part in parts}
     _require(len(columns) == 1 and dimensions <= {2, 3})
-    count = _common_count(parts)
-    groups = [tuple(matrix_of(part, expert) for part in parts) for expert in range(count)]
+    groups = []
+    for expert in range(_common_count(parts)):
+        matrices = [matrix_of(part, expert) for part in parts]
+        groups.append(tuple(matrices))
     matrix = (sum(part.shape[1] for part in parts), *parts[0].shape[2:])
     if is_transposed:
         matrix = matrix[::-1]
