@@ -426,19 +426,16 @@ def _map_faults(
     if part is None or part.dtype != "F32" or part.elements != len(values):
         return
     stored = struct.unpack(f"<{len(values)}f", read(part))
-    if stored == tuple(values):
-        return
     wrong = [place for place, value in enumerate(values) if stored[place] != value]
     is_nested = values is DYNAMIC_MAP
     far = _distance(stored, values)
-    if is_nested and far <= _NEARLY_EQUAL:
+    if far <= (_NEARLY_EQUAL if is_nested else 0):
         return
-    severity = Severity.LASTING
+    is_close = far <= _CLOSE
+    severity = Severity.REPAIRED if is_close and not is_nested else Severity.LASTING
     text = f"value {wrong[0]} is not that of {name}"
-    if far <= _CLOSE and not is_nested:
-        severity = Severity.REPAIRED
     # where one value stands out, it was damaged: lost precision shows in many
-    if far <= _CLOSE and len(wrong) >= len(values) // 4:
+    if is_close and len(wrong) >= len(values) // 4:
         severity = Severity.NOTE if is_nested else Severity.REPAIRED
         text = (
             f"{name} in low precision, as bitsandbytes before 0.45.3 made it under another "

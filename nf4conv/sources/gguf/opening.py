@@ -127,10 +127,6 @@ def _check_split(
         raise SourceError(
             f"{path}: {expected!r:.40} tensors are announced, {len(tensors)} are there", path=path
         )
-    names = Counter(tensor.name for tensor in tensors)
-    for name, times in names.items():
-        if times > 1:
-            raise SourceError(f"{path}: {name}: is in {times} files", path=path, tensor=name)
     if not tensors:
         raise SourceError(f"{path}: no tensors", path=path)
 

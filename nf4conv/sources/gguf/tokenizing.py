@@ -70,29 +70,23 @@ _ROLES: Final = {
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Callable[[], Iterable[bytes]]] | None:
     """Returns what makes the files of a tokenizer; None if the metadata does not say enough."""
-    if not _is_known(metadata):
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, Texts) or len(set(tokens)) != len(tokens):
         return None
-    tokens = list(metadata["tokenizer.ggml.tokens"])
-    if len(set(tokens)) != len(tokens):
+    if kind == "gpt2":
+        pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
+        has_merges = isinstance(metadata.get("tokenizer.ggml.merges"), Texts)
+        is_known = has_merges and isinstance(pre, str) and pre in _CUTS
+    else:
+        scores = metadata.get("tokenizer.ggml.scores")
+        is_known = kind == "llama" and isinstance(scores, list) and len(scores) == len(tokens)
+    if not is_known:
         return None
     return {
         "tokenizer.json": partial(tokenizer_json, metadata),
         "tokenizer_config.json": partial(_tokenizer_config, metadata),
     }
-
-
-def _is_known(metadata: Mapping[str, Any]) -> bool:
-    """Returns True if metadata has all of a tokenizer that can be made."""
-    kind = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, Texts):
-        return False
-    if kind == "gpt2":
-        pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-        has_merges = isinstance(metadata.get("tokenizer.ggml.merges"), Texts)
-        return has_merges and isinstance(pre, str) and pre in _CUTS
-    scores = metadata.get("tokenizer.ggml.scores")
-    return kind == "llama" and isinstance(scores, list) and len(scores) == len(tokens)
 
 
 def tokenizer_json(metadata: Mapping[str, Any]) -> Iterator[bytes]:
