@@ -42,7 +42,7 @@ def test_every_type_decodes_like_gguf():
 def test_long_tensors_are_decoded_in_steps(monkeypatch: pytest.MonkeyPatch, block_type: str):
     blocks = blocks_of(block_type, 10, 10)[1:]
     whole = decode_ggml(blocks, block_type, torch.bfloat16)
-    monkeypatch.setattr(floats, "chunk_size", lambda _: 256 * 7)
+    monkeypatch.setattr(floats, "_CPU_CHUNK", 256 * 7)
     again = decode_ggml(blocks, block_type, torch.bfloat16)
     assert torch.equal(whole.view(torch.int16), again.view(torch.int16))
 

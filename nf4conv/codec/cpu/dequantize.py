@@ -47,13 +47,13 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
         indices = torch.empty(values.numel() // 2, dtype=torch.int32, device="cpu")
         for at in range(start, stop, piece_size):
             end = min(at + piece_size, stop)
-            piece = _decoding_of_blocks(decoding, at // blocksize, -(-end // blocksize))
+            piece = decoding_of_blocks(decoding, at // blocksize, -(-end // blocksize))
             _decode_piece(packed[at // 2 : (end + 1) // 2], piece, out[at:end], values, indices)
 
     share(out.numel(), max(THREAD_CHUNK, NESTED_BLOCKSIZE * blocksize), dequantize_range)
 
 
-def _decoding_of_blocks(decoding: Decoding, first: int, last: int) -> Decoding:
+def decoding_of_blocks(decoding: Decoding, first: int, last: int) -> Decoding:
     """Returns what decodes blocks first … last - 1; `first` begins a nested block."""
     nested_absmax = decoding.nested_absmax
     if nested_absmax is not None:

@@ -13,10 +13,16 @@ import numpy as np
 import torch
 
 from nf4conv.codec import reference
-from nf4conv.codec.cpu.dequantize import are_between, pair_table, value_pairs
+from nf4conv.codec.cpu.dequantize import (
+    are_between,
+    decoding_of_blocks,
+    pair_table,
+    value_pairs,
+)
 from nf4conv.codec.error_sums import SMALLEST_NORMAL, half_gaps, merged
 from nf4conv.codec.quant_state import Decoding
 from nf4conv.codec.reference.dequantize import decoded_values, scales_and_shifts, unpacked
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
 _COMPARED: Final = 1 << 18  # elements at a time
 
@@ -29,47 +35,34 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
     """Compares a weight with its packed form, as `reference.error_sums` does. Squares are added up
     in float32 within a block, and in float64 from there on.
     """
-    scales, shifts = scales_and_shifts(decoding)
     blocksize = decoding.blocksize
-    step = max(_COMPARED, blocksize)
+    step = max(_COMPARED, NESTED_BLOCKSIZE * blocksize)
     parts = []
     for at in range(0, max(weight.numel(), 1), step):
         end = min(at + step, weight.numel())
-        blocks = slice(at // blocksize, -(-end // blocksize))
-        part = _chunk_errors(
-            weight[at:end],
-            packed[at // 2 : (end + 1) // 2],
-            decoding,
-            scales[blocks],
-            shifts[blocks],
-        )
-        parts.append(part)
+        piece = decoding_of_blocks(decoding, at // blocksize, -(-end // blocksize))
+        parts.append(_chunk_errors(weight[at:end], packed[at // 2 : (end + 1) // 2], piece))
     return merged(parts)
 
 
-def _chunk_errors(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    decoding: Decoding,
-    scales: torch.Tensor,
-    shifts: torch.Tensor,
-) -> torch.Tensor:
-    """Compares consecutive blocks, of which `scales_and_shifts` has given scales and shifts.
+def _chunk_errors(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> torch.Tensor:
+    """Compares consecutive blocks.
 
     Chunks whose squares might leave float32, and partial blocks, are left to the reference.
     """
     quant_type = decoding.quant_type
     blocksize = decoding.blocksize
+    scales, shifts = scales_and_shifts(decoding)
     is_whole = weight.numel() > 0 and weight.numel() % blocksize == 0
     if not is_whole or not are_between(scales, _MIN_SQUARED, _MAX_SQUARED):
-        return reference.error_sums(weight, packed, decoding, (scales, shifts))
+        return reference.error_sums(weight, packed, decoding)
     original = weight.to(torch.float32, copy=True)
     indices = packed.to(torch.int32)
     decoded = _by_pairs(value_pairs(quant_type), indices, scales, blocksize)
     errors = torch.sub(original, decoded, out=decoded).abs_().view(-1, blocksize)
     peaks = errors.amax(dim=1)
     if not bool((peaks < _MAX_SQUARED).all()):  # or NaN
-        return reference.error_sums(weight, packed, decoding, (scales, shifts))
+        return reference.error_sums(weight, packed, decoding)
     outside = _count_outside(errors.view(-1), packed, indices, decoding, scales, shifts)
     relative_peaks = (peaks / scales).abs_().where(scales != 0, 0)
     # float32 within a block, float64 over blocks
@@ -110,10 +103,7 @@ def _by_pairs(
     table: torch.Tensor, indices: torch.Tensor, scales: torch.Tensor, blocksize: int
 ) -> torch.Tensor:
     """Looks up the two entries of each of n bytes, and multiplies them with the scales of their
-    blocks.
-
-    Returns:
-        [2 · n] float32.
+    blocks: [2 · n] float32.
     """
     found = table.index_select(0, indices).view(torch.float32)
     found.view(-1, blocksize).mul_(scales[:, None])

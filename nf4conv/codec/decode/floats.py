@@ -158,17 +158,13 @@ def as_pairs(values: torch.Tensor) -> torch.Tensor:
     return torch.stack([first, second], dim=-1).view(torch.int64).view(-1)
 
 
-def chunk_size(device: torch.device) -> int:
-    """Returns how many values are decoded at a time on a device."""
-    return _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
-
-
 def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]:
     """Cuts a tensor's rows, which decode to so many columns, into chunks; the rows of each but the
     last are a multiple of `unit`.
     """
     rows = len(values)
-    units = max(chunk_size(values.device) // max(columns * unit, 1), 1)
+    size = _CPU_CHUNK if values.device.type == "cpu" else _GPU_CHUNK
+    units = max(size // max(columns * unit, 1), 1)
     step = units * unit
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

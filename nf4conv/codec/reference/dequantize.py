@@ -117,16 +117,9 @@ def scales_and_shifts(decoding: Decoding) -> tuple[torch.Tensor, torch.Tensor]:
     return scales, NESTED_ERROR * nested_scales(decoding.nested_absmax, len(scales))
 
 
-def error_sums(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    decoding: Decoding,
-    known: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Compares a weight, [n], with its packed form, on the weight's device. `known` is the result
-    of `scales_and_shifts`, for a caller who has it already.
-    """
-    scales, shifts = known or scales_and_shifts(decoding)
+def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> torch.Tensor:
+    """Compares a weight, [n], with its packed form, on the weight's device."""
+    scales, shifts = scales_and_shifts(decoding)
     device = weight.device
     table = decoded_values(decoding.quant_type, device)
     half_gap = torch.tensor(
