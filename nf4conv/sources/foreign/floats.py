@@ -99,14 +99,11 @@ class GptOss(Fp4):
     __slots__ = ()
 
     stored = "_blocks"
+    only_in = "U8"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "U8: experts out groups 16"),
         "scale": part("_scales", "U8: experts out groups"),
     }
-
-    @classmethod
-    def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
-        return tensor.dtype == "U8"
 
     @classmethod
     def shape_of(cls, sizes: Sizes) -> tuple[int, ...]:
@@ -126,15 +123,12 @@ class CompressedFp4(Fp4):
     __slots__ = ()
 
     stored = "_packed"
+    only_in = "U8"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "U8: out in/2"),
         "scale": part("_scale", *_FORMS_OF_SCALES),
         "divisor": part("_global_scale", f"{FLOATS}:", f"{FLOATS}: 1", optional=True),
     }
-
-    @classmethod
-    def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
-        return tensor.dtype != "I32"
 
 
 class PlainFp4(Fp4):

@@ -194,6 +194,7 @@ class CompressedIntegers(PackedIntegers):
 
     packing = "compressed-tensors"
     stored = "_packed"
+    only_in = "I32"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "I32: out words(in)"),
         "scale": part("_scale", f"{FLOATS}: out groups", f"{FLOATS}: out"),
@@ -202,10 +203,6 @@ class CompressedIntegers(PackedIntegers):
         ),
         "group_index": part("_g_idx", "I32 I64: in", optional=True),
     }
-
-    @classmethod
-    def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
-        return tensor.dtype == "I32"
 
     @classmethod
     def told(
