@@ -248,26 +248,16 @@ class Foreign(Encoding):
         key = (cls, *[(role, found.dtype, found.shape) for role, found in parts.items()])
         if key in siblings.solved:
             return siblings.solved[key]
-        known: dict[str, int] = {}
         forms = {}
         for role, found in parts.items():
             form = cls.layout[role].form_of(found)
             if form is None or 0 in found.shape:
                 raise misfit(tensor, _other(found, parts))
             forms[role] = form
-            for dimension, size in zip(form.dimensions, found.shape, strict=True):
-                if dimension.of.isdecimal():
-                    wanted = int(dimension.of)
-                elif dimension.is_words or dimension.divisor > 1:
-                    continue
-                else:
-                    wanted = known.setdefault(dimension.of, size)
-                if wanted != size:
-                    raise misfit(tensor, _other(found, parts))
         told = cls.told(parts, stem, siblings)
         wrong = tensor
         for candidate in cls.candidates(parts, told, siblings.description):
-            sizes = {**known, **candidate}
+            sizes = dict(candidate)
             unfit = _unfit(parts, forms, sizes)
             if unfit is None:
                 dtype = siblings.dtype
@@ -302,14 +292,20 @@ class Foreign(Encoding):
 def _unfit(
     parts: Mapping[str, TensorInfo], forms: Mapping[str, Form], sizes: dict[str, int]
 ) -> TensorInfo | None:
-    """Returns a part that has not the dimensions which sizes give it; adds sizes to the known."""
-    for role, form in forms.items():
-        for dimension, size in zip(form.dimensions, parts[role].shape, strict=True):
-            if dimension.of.isdecimal():
-                continue
-            whole = sizes.setdefault(dimension.of, dimension.whole(size, sizes))
-            if dimension.size(whole, sizes) != size:
-                return parts[role]
+    """Returns a part that has not the dimensions which sizes give it; adds sizes that are not known,
+    those first that are a dimension by themselves.
+    """
+    for is_whole in (True, False):
+        for role, form in forms.items():
+            for dimension, size in zip(form.dimensions, parts[role].shape, strict=True):
+                if is_whole != (dimension.divisor == 1 and not dimension.is_words):
+                    continue
+                whole = dimension.whole(size, sizes)
+                if dimension.of.isdecimal():
+                    whole = int(dimension.of)
+                whole = sizes.setdefault(dimension.of, whole)
+                if dimension.size(whole, sizes) != size:
+                    return parts[role]
     return None
 
 
