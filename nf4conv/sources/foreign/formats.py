@@ -292,8 +292,8 @@ class Foreign(Encoding):
 def _unfit(
     parts: Mapping[str, TensorInfo], forms: Mapping[str, Form], sizes: dict[str, int]
 ) -> TensorInfo | None:
-    """Returns a part that has not the dimensions which sizes give it; adds sizes that are not known,
-    those first that are a dimension by themselves.
+    """Returns a part that has not the dimensions which sizes give it. Adds sizes that are not known;
+    those that are a dimension by themselves come first.
     """
     for is_whole in (True, False):
         for role, form in forms.items():
