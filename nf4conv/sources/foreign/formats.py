@@ -199,8 +199,6 @@ class Foreign(Encoding):
         """Returns the weight that a tensor holds the values of; None if it holds no values. Raises
         a SourceError if a part is missing, or does not fit.
         """
-        if cls.method not in (None, siblings.description.method):
-            return None
         stem = tensor.name.removesuffix(cls.stored)
         has_name = tensor.name == stem + cls.stored and stem != ""
         if not has_name or not cls.holds(tensor, stem, siblings):
@@ -292,8 +290,9 @@ class Foreign(Encoding):
 def _unfit(
     parts: Mapping[str, TensorInfo], forms: Mapping[str, Form], sizes: dict[str, int]
 ) -> TensorInfo | None:
-    """Returns a part that has not the dimensions which sizes give it. Adds sizes that are not known;
-    those that are a dimension by themselves come first.
+    """Returns a part that has not the dimensions which sizes give it; adds sizes to the known.
+
+    Those that are a dimension by themselves come first.
     """
     for is_whole in (True, False):
         for role, form in forms.items():
