@@ -497,8 +497,8 @@ def cut(part: torch.Tensor) -> torch.Tensor:
             )
             for shape, message in (
                 ([128, 10**9], "weight_packed: I32 .* does not go with"),
-                ([10**9, 128], "weight_shape: says"),
-                ([128, -1], "weight_shape: says"),
+                ([10**9, 128], "weight_packed: .* does not go with .*weight_shape"),
+                ([128, -1], "weight_packed: .* does not go with .*weight_shape"),
                 ([0.5, 1.0], "weight_packed: I32 .* does not go with .*weight_shape, F32"),
             )
         ),
