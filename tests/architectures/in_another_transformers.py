@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from tiny import save_tiny, tiny_config, tiny_inputs
+from tiny import first_output, save_tiny, tiny_config
 from transformers import BitsAndBytesConfig
 
 LARGEST = 100_000_000
@@ -156,18 +156,6 @@ def unpacked_modules(model: "transformers.PreTrainedModel") -> list[str]:
         if is_packed != (type(module).__name__ == "Linear4bit"):
             found.append(path)
     return found
-
-
-def first_output(model: "transformers.PreTrainedModel") -> torch.Tensor:
-    inputs = tiny_inputs(model.eval())
-    torch.manual_seed(2)
-    with torch.no_grad():
-        outputs = model(**inputs, return_dict=True)
-    return next(
-        value
-        for value in outputs.values()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    )
 
 
 if __name__ == "__main__":

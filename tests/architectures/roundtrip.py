@@ -9,7 +9,7 @@ import bitsandbytes
 import torch
 import transformers
 from skeleton import Skeleton, read_skeleton
-from tiny import save_tiny, tiny_config, tiny_inputs
+from tiny import save_tiny, tiny_config
 from transformers import BitsAndBytesConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -95,18 +95,6 @@ def packed_weights(
         for path, module in model.named_modules()
         if isinstance(module, bitsandbytes.nn.Linear4bit)
     }
-
-
-def first_output(model: "transformers.PreTrainedModel") -> torch.Tensor:
-    inputs = tiny_inputs(model)
-    torch.manual_seed(2)  # some models draw masks
-    with torch.no_grad():
-        outputs = model(**inputs, return_dict=True)
-    return next(
-        value
-        for value in outputs.values()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    )
 
 
 def resemblance(one: torch.Tensor, other: torch.Tensor) -> float:

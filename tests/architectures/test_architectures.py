@@ -18,14 +18,13 @@ from roundtrip import (
     UNREADABLE,
     ask_transformers,
     compare_modules,
-    first_output,
     mistaken_modules,
     other_classes,
     packed_weights,
     quantize_both_ways,
     resemblance,
 )
-from tiny import save_tiny
+from tiny import first_output, save_tiny
 
 import nf4conv
 from nf4conv.choose.evidence import Why

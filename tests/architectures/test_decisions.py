@@ -8,6 +8,7 @@ import json
 import math
 from pathlib import Path
 
+from cases import STAY
 from tiny import RECORDED
 
 from nf4conv.choose.decisions import Pack
@@ -18,8 +19,6 @@ from nf4conv.options import QuantizeOptions
 from nf4conv.sources.tensors import TensorInfo
 
 MOE = (None, "packed", "portable")
-STAY = ("DbrxForCausalLM", "JetMoeForCausalLM", "JetMoeForSequenceClassification")
-"""Whose experts were packed then, and are kept in 16 bits since."""
 
 
 def tensors_of(case):

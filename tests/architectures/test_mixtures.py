@@ -23,8 +23,8 @@ from expert_roundtrip import (
     generate,
     load_mixture,
 )
-from roundtrip import first_output, resemblance
-from tiny import tiny_config
+from roundtrip import resemblance
+from tiny import first_output, tiny_config
 
 import nf4conv.inference.moe  # noqa: F401
 from nf4conv.inference.moe.tensor import Experts4bit

@@ -111,3 +111,15 @@ def tiny_inputs(model: "transformers.PreTrainedModel") -> dict[str, torch.Tensor
     if "use_cache" in parameters:
         inputs["use_cache"] = False
     return inputs
+
+
+def first_output(model: "transformers.PreTrainedModel") -> torch.Tensor:
+    inputs = tiny_inputs(model.eval())
+    torch.manual_seed(2)  # some models draw masks
+    with torch.no_grad():
+        outputs = model(**inputs, return_dict=True)
+    return next(
+        value
+        for value in outputs.values()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    )
