@@ -23,10 +23,9 @@ from calibrations import (
     make_text,
     options_for,
     record_of,
-    tensors_in,
     weights_in,
 )
-from checkpoints import save_adapter, save_model
+from checkpoints import save_adapter, save_model, tensors_of
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -182,7 +181,7 @@ def test_exact_proves_what_was_written(model, made, tmp_path):
 
 def test_other_commands_take_it(made, tmp_path):
     nf4conv.dequantize(made, tmp_path / "decoded")
-    decoded = tensors_in(tmp_path / "decoded")
+    decoded = tensors_of(tmp_path / "decoded")
     for name, weight in weights_in(made).items():
         assert torch.equal(decoded[name], weight)
     nf4conv.quantize(made, tmp_path / "again", **CPU)
@@ -331,7 +330,7 @@ def test_adapters_are_merged_first(model, text, tmp_path):
 def test_encoded_sources_are_decoded_first(model, text, tmp_path):
     encoded: dict[str, torch.Tensor] = {}
     decoded: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors_in(model).items():
+    for name, tensor in tensors_of(model).items():
         encoded[name] = decoded[name] = tensor
         if "_proj" in name:
             values = (tensor.float() * 4).to(torch.float8_e4m3fn)

@@ -6,7 +6,7 @@ import bitsandbytes.functional as bitsandbytes
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from checkpoints import tensors_of
 from stacked_experts import build, place_of, single_experts
 
 import nf4conv
@@ -87,10 +87,7 @@ ONE_BY_ONE = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalL
 def quantize(source: Path, out: Path, **options: object) -> dict[str, torch.Tensor]:
     """Returns the tensors of the result; absmax in float32, which a CPU makes as a GPU does."""
     nf4conv.quantize(source, out, double_quant=False, **options)
-    tensors = {}
-    for file in out.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
+    return tensors_of(out)
 
 
 def compare_with_bitsandbytes(model: transformers.PreTrainedModel, found: dict[str, torch.Tensor]):

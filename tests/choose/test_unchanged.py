@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import load, make_model
-from checkpoints import save_model, tensors_of, write_source
+from checkpoints import assert_same_tensors, save_model, tensors_of, write_source
 from click.testing import CliRunner
 from comparing import compared
 from four_bit import pack, write
@@ -47,13 +47,6 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def assert_same(ours: Path, theirs: Path) -> None:
-    found, expected = tensors_of(ours), tensors_of(theirs)
-    assert {name: (part.dtype, part.shape, raw(part)) for name, part in found.items()} == {
-        name: (part.dtype, part.shape, raw(part)) for name, part in expected.items()
-    }
-
-
 FORMATS = [
     {"quant_type": "nf4", "blocksize": 64, "double_quant": True},
     {"quant_type": "nf4", "blocksize": 128, "double_quant": False},
@@ -65,10 +58,7 @@ FORMATS = [
 def test_options_that_are_left_out_are_those_of_the_source(tmp_path, format):
     source = write(tmp_path / "source", *weights(**format), kept())
     report = nf4conv.quantize(source, tmp_path / "out", **CPU)
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert {name: raw(tensor) for name, tensor in after.items()} == {
-        name: raw(part) for name, part in before.items()
-    }
+    assert_same_tensors(tmp_path / "out", source)
     assert any(
         "of 2 weights in 4 bits 2 stay as they are, bit for bit" in note for note in report.notes
     )
@@ -84,7 +74,7 @@ def test_options_that_are_left_out_are_those_of_the_source(tmp_path, format):
 def test_ours_is_written_again_as_it_is(source, tmp_path):
     nf4conv.quantize(source, tmp_path / "nf4", **CPU)
     nf4conv.quantize(tmp_path / "nf4", tmp_path / "again", **CPU)
-    assert_same(tmp_path / "again", tmp_path / "nf4")
+    assert_same_tensors(tmp_path / "again", tmp_path / "nf4")
     assert (tmp_path / "again/config.json").read_bytes() == (
         tmp_path / "nf4/config.json"
     ).read_bytes()
@@ -333,10 +323,7 @@ def test_the_same_bytes_are_stored_as_another_dtype(source, tmp_path, storage):
     assert compared(plain, stored).within(0)
     for folder in (plain, stored):
         nf4conv.dequantize(folder, folder.with_name(f"{folder.name}-again"), **CPU)
-    again, expected = tensors_of(tmp_path / "stored-again"), tensors_of(tmp_path / "plain-again")
-    assert {name: raw(part) for name, part in again.items()} == {
-        name: raw(part) for name, part in expected.items()
-    }
+    assert_same_tensors(tmp_path / "stored-again", tmp_path / "plain-again")
 
 
 def test_the_storage_of_a_source_stays_unless_another_is_asked_for(source, tmp_path):
@@ -345,7 +332,7 @@ def test_the_storage_of_a_source_stays_unless_another_is_asked_for(source, tmp_p
     nf4conv.quantize(tmp_path / "fsdp", tmp_path / "same", **CPU)
     nf4conv.quantize(tmp_path / "fsdp", tmp_path / "back", quant_storage="uint8", **CPU)
     for name, other in (("same", "fsdp"), ("back", "nf4")):
-        assert_same(tmp_path / name, tmp_path / other)
+        assert_same_tensors(tmp_path / name, tmp_path / other)
         assert (tmp_path / name / "config.json").read_bytes() == (
             tmp_path / other / "config.json"
         ).read_bytes()
@@ -389,11 +376,7 @@ def test_transformers_stores_the_same_and_loads_it(tmp_path, storage):
 
     plain, theirs = saved("uint8"), saved(storage)
     nf4conv.quantize(plain, tmp_path / "ours", quant_storage=storage, **CPU)
-    ours, expected = tensors_of(tmp_path / "ours"), tensors_of(theirs)
-    assert ours.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
-        assert raw(ours[name]) == raw(tensor), name
+    assert_same_tensors(tmp_path / "ours", theirs)
     mine, its = (
         json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "ours", theirs)
     )

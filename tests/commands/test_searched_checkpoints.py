@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import load, make_model
-from checkpoints import tensors_of, write_source
+from checkpoints import assert_same_tensors, tensors_of, write_source
 from four_bit import error_sums
 from safetensors.torch import load_file, save_file
-from test_encoded import dequantized, same_tensors, source_of
+from test_encoded import dequantized, source_of
 
 import nf4conv
 from nf4conv import quantize_4bit
@@ -81,7 +81,7 @@ def test_sources_of_other_kinds_are_searched_as_their_decoded_weights(tmp_path, 
     nf4conv.quantize(dequantized(folder), tmp_path / "expected", **options, **CPU)
     found = tensors_of(tmp_path / "out")
     assert any(part.endswith(".absmax") for part in found)
-    same_tensors(found, tensors_of(tmp_path / "expected"))
+    assert_same_tensors(found, tensors_of(tmp_path / "expected"))
     assert faults(tmp_path / "out", folder, exact=True) == set()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import load_file
+from checkpoints import tensors_of
 
 import nf4conv
 
@@ -69,16 +69,9 @@ def record_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     """Returns the 4-bit weights of a checkpoint, decoded by nf4conv."""
-    tensors = tensors_in(folder)
+    tensors = tensors_of(folder)
     found = {}
     for name, tensor in tensors.items():
         parts = {other: part for other, part in tensors.items() if other.startswith(f"{name}.")}

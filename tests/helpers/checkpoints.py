@@ -87,6 +87,20 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def assert_same_tensors(
+    found: Path | Mapping[str, torch.Tensor], expected: Path | Mapping[str, torch.Tensor]
+) -> None:
+    """Compares names, dtypes, shapes and bytes of tensors, or of those of checkpoints."""
+    one, other = (
+        tensors_of(each) if isinstance(each, Path) else each for each in (found, expected)
+    )
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert (tensor.dtype, tensor.shape) == (other[name].dtype, other[name].shape), name
+        parts = [each.contiguous().view(-1).view(torch.uint8) for each in (tensor, other[name])]
+        assert torch.equal(*parts), name
+
+
 def contents(folder: Path, names: str = "*") -> dict[str, bytes]:
     """Returns the content of every file below a folder, by its path."""
     found = {}

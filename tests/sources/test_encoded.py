@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_model, tensors_of
+from checkpoints import assert_same_tensors, save_model, tensors_of
 from inputs import ENCODED, SOURCES, save
 from safetensors.torch import load_file
 from test_damaged_formats import read
@@ -80,14 +80,6 @@ def dequantized(source: Path) -> Path:
     return out
 
 
-def same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in actual.items():
-        assert tensor.dtype == expected[name].dtype, name
-        assert tensor.shape == expected[name].shape, name
-        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantized_source_gives_what_its_decoded_form_gives(tmp_path: Path, name: str):
     source = source_of(tmp_path / "encoded", name)
@@ -95,7 +87,7 @@ def test_a_quantized_source_gives_what_its_decoded_form_gives(tmp_path: Path, na
     # what is in 4 bits already would otherwise stay in its own format
     options = {"quant_type": "nf4", "blocksize": 64, "double_quant": True}
     packed = quantized(source, **options)
-    same_tensors(packed, quantized(plain))
+    assert_same_tensors(packed, quantized(plain))
     assert any("quant_state" in key for key in packed)
     quantized(source, exclude=("*up_proj.weight",))
     report = nf4conv.verify(tmp_path / "encoded-out", source=source, exact=True, device="cpu")
@@ -117,7 +109,7 @@ def test_parts_of_a_weight_in_different_files(tmp_path: Path):
         weight_map |= dict.fromkeys(found, file)
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     nf4conv.dequantize(source, tmp_path / "out", **RUN)
-    same_tensors(tensors_of(tmp_path / "out"), expected)
+    assert_same_tensors(tmp_path / "out", expected)
 
 
 def test_modelopts_file_of_its_own_names_the_method(tmp_path: Path):
@@ -129,7 +121,7 @@ def test_modelopts_file_of_its_own_names_the_method(tmp_path: Path):
     [note] = [note for note in nf4conv.plan_quantize(source).made.notes if "quantized" in note]
     assert note == "the source is quantized (modelopt): 4 of fp4"
     nf4conv.dequantize(source, tmp_path / "out", **RUN)
-    same_tensors(tensors_of(tmp_path / "out"), expected)
+    assert_same_tensors(tmp_path / "out", expected)
     assert not (tmp_path / "out/hf_quant_config.json").exists()
 
 
@@ -155,7 +147,7 @@ def test_llama_4_experts_in_fp8_are_split(tmp_path: Path):
         (folder / "config.json").write_text(json.dumps(config))
     expected = quantized(plain)
     assert "model.layers.0.feed_forward.experts.1.up_proj.weight.absmax" in expected
-    same_tensors(quantized(source), expected)
+    assert_same_tensors(quantized(source), expected)
 
 
 def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
@@ -280,7 +272,7 @@ def test_a_pickle_gives_what_safetensors_give(tmp_path: Path):
     source = write(tmp_path / "pickle", {"a": torch.ones(1)})
     (source / "model.safetensors").unlink()
     torch.save(state, source / "pytorch_model.bin")
-    same_tensors(quantized(source), quantized(plain))
+    assert_same_tensors(quantized(source), quantized(plain))
 
 
 def test_sharded_pickles(tmp_path: Path):
@@ -298,7 +290,7 @@ def test_sharded_pickles(tmp_path: Path):
     (source / "pytorch_model.bin.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": files})
     )
-    same_tensors(quantized(source), quantized(write(tmp_path / "plain", state)))
+    assert_same_tensors(quantized(source), quantized(write(tmp_path / "plain", state)))
 
 
 def test_safetensors_are_preferred_to_pickles(tmp_path: Path):
@@ -339,7 +331,7 @@ def test_floats_of_autoround(tmp_path: Path, name: str, description: dict[str, A
     expected = tensors_of(dequantized(source))
     change_config(source, quantization_config=AUTO_ROUND | description)
     nf4conv.dequantize(source, tmp_path / "out", device="cpu")
-    same_tensors(tensors_of(tmp_path / "out"), expected)
+    assert_same_tensors(tmp_path / "out", expected)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import contents, tensors_of
+from checkpoints import assert_same_tensors, contents, tensors_of
 from comparing import compared
 from hub_server import Repo
 from packed_experts import (
@@ -47,14 +47,6 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_mixture(family, folder / family) for family in CLASSES}
 
 
-def assert_equal(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = tensors_of(folder)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
-
-
 def logits(folder: Path) -> torch.Tensor:
     """Returns what plain transformers computes; fails if a weight is missing or left over."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
@@ -77,7 +69,7 @@ def test_single_experts_go_back_to_the_layout_of_their_family(mixtures, tmp_path
     source = mixtures[family]
     expected = pack_one_by_one(family, source, tmp_path / "nf4", compress_statistics=nested)
     nf4conv.dequantize(tmp_path / "nf4", tmp_path / "out", **CPU)
-    assert_equal(tmp_path / "out", expected)
+    assert_same_tensors(tmp_path / "out", expected)
     assert correlation(logits(tmp_path / "out"), logits(source)) > 0.8
 
 
@@ -85,14 +77,14 @@ def test_single_experts_go_back_to_the_layout_of_their_family(mixtures, tmp_path
 def test_stacks_in_4_bits_decode_as_they_are(mixtures, tmp_path, family):
     expected = pack_stacked(mixtures[family], tmp_path / "nf4")
     nf4conv.dequantize(tmp_path / "nf4", tmp_path / "out", **CPU)
-    assert_equal(tmp_path / "out", expected)
+    assert_same_tensors(tmp_path / "out", expected)
     assert correlation(logits(tmp_path / "out"), logits(mixtures[family])) > 0.8
 
 
 def test_the_names_of_unsloth_become_those_of_gpt_oss(mixtures, tmp_path):
     expected = pack_as_unsloth_does_gpt_oss(mixtures["gpt_oss"], tmp_path / "nf4")
     nf4conv.dequantize(tmp_path / "nf4", tmp_path / "out", **CPU)
-    assert_equal(tmp_path / "out", expected)
+    assert_same_tensors(tmp_path / "out", expected)
     assert correlation(logits(tmp_path / "out"), logits(mixtures["gpt_oss"])) > 0.8
 
 
@@ -379,4 +371,4 @@ def test_a_stream_from_the_hub_is_stacked_too(hub, mixtures, tmp_path):
     hub.repos["org/packed"].commit(contents(tmp_path / "packed"))
     where = {"stream": True, "cache_dir": tmp_path / "cache"}
     nf4conv.dequantize("org/packed", tmp_path / "out", **CPU, **where)
-    assert_equal(tmp_path / "out", tensors_of(tmp_path / "expected"))
+    assert_same_tensors(tmp_path / "out", tmp_path / "expected")

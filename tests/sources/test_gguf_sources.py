@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import save_model
+from checkpoints import assert_same_tensors, save_model, tensors_of
 from gguf_families import (
     FAMILIES,
     MIXTURE,
@@ -23,7 +23,6 @@ from gguf_families import (
     decoded_by_gguf,
     write_model,
 )
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
 import nf4conv
@@ -45,13 +44,6 @@ NEED_CONFIG = {
 }
 # the class of the model that the metadata alone stands for, which computes the same
 STANDS_FOR = {"Glm4MoeLiteForCausalLM": "DeepseekV3ForCausalLM"}
-
-
-def state_of(folder: Path) -> dict[str, torch.Tensor]:
-    state = {}
-    for path in folder.glob("*.safetensors"):
-        state |= load_file(path)
-    return state
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +69,7 @@ def test_a_family_comes_back(tmp_path: Path, family: str, converted: dict[str, t
     source, gguf = converted[family]
     where = {"config_from": str(source)}
     nf4conv.dequantize(gguf, tmp_path / "back", **CPU, **where)
-    expected, found = state_of(source), state_of(tmp_path / "back")
+    expected, found = tensors_of(source), tensors_of(tmp_path / "back")
     assert found.keys() == expected.keys() - LEFT_OUT.get(family, set())
     assert_equal_in_bfloat16(found, expected)
     if family.partition(":")[0] in NEED_CONFIG:
@@ -112,10 +104,7 @@ def comes_back(folder: Path, out: Path) -> None:
     """Converts a model, and compares what comes back with it."""
     where = {"config_from": str(folder)}
     nf4conv.dequantize(convert(folder, "bf16"), out, **CPU, **where)
-    expected, found = state_of(folder), state_of(out)
-    assert found.keys() == expected.keys()
-    for name, values in found.items():
-        assert torch.equal(values, expected[name]), name
+    assert_same_tensors(out, folder)
 
 
 def test_the_layer_of_the_token_after_the_next_comes_back(
@@ -124,7 +113,7 @@ def test_the_layer_of_the_token_after_the_next_comes_back(
     """A layer behind the last one, which transformers leaves out, and other loaders use."""
     monkeypatch.setenv("MTP", "1")
     source = write_model(tmp_path / "source", "Glm4MoeForCausalLM", torch.bfloat16)
-    state = state_of(source)
+    state = tensors_of(source)
     for name, values in list(state.items()):
         if name.startswith("model.layers.1."):
             state[name.replace("layers.1.", "layers.2.")] = values + 1
@@ -174,7 +163,7 @@ def test_the_text_model_of_one_that_sees(
     monkeypatch.setitem(FAMILIES, sees, {"text_config": text, "vision_config": vision})
     source = write_model(tmp_path / "source", sees, torch.bfloat16)
     original = output_of(class_of(sees), source)
-    state = state_of(source)
+    state = tensors_of(source)
     for name, values in state.items():
         if "Qwen" in sees and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             # as models on the Hub have them; transformers 5 turns them when it loads
@@ -199,7 +188,7 @@ def test_an_embedding_model_of_qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(FAMILIES, "Qwen3Model", {"head_dim": 32})
     source = write_model(tmp_path / "source", "Qwen3Model", torch.bfloat16)
     nf4conv.dequantize(convert(source, "bf16"), tmp_path / "alone", **CPU)
-    expected, found = state_of(source), state_of(tmp_path / "alone")
+    expected, found = tensors_of(source), tensors_of(tmp_path / "alone")
     assert {f"model.{name}" for name in expected} == found.keys()
     for name, values in expected.items():
         assert torch.equal(found[f"model.{name}"], values), name
@@ -211,7 +200,7 @@ def test_qwen2_without_biases_is_llama(tmp_path: Path):
     """KORMo, whose class the converter takes for that of Qwen2; Qwen2 always has biases."""
     source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)
     original = output_of(class_of("LlamaForCausalLM"), source)
-    rewrite(source, state_of(source), architectures=["KORMoForCausalLM"])
+    rewrite(source, tensors_of(source), architectures=["KORMoForCausalLM"])
     nf4conv.dequantize(convert(source, "bf16"), tmp_path / "alone", **CPU)
     assert torch.equal(original, output_of(class_of("LlamaForCausalLM"), tmp_path / "alone"))
 
@@ -234,13 +223,13 @@ def test_mistral_small_3_is_no_ministral_3(tmp_path: Path, monkeypatch: pytest.M
 def test_a_decoder_that_sees_all_is_refused_without_a_config(tmp_path: Path):
     """No key of config.json tells transformers so."""
     source = write_model(tmp_path / "source", "Qwen2ForCausalLM", torch.bfloat16)
-    rewrite(source, state_of(source), is_causal=False)
+    rewrite(source, tensors_of(source), is_causal=False)
     path = convert(source, "bf16")
     with pytest.raises(UndecodableError, match="of which the metadata does not say all"):
         nf4conv.dequantize(path, tmp_path / "alone", **CPU)
     where = {"config_from": str(source)}
     nf4conv.dequantize(path, tmp_path / "back", **CPU, **where)
-    assert state_of(tmp_path / "back").keys() == state_of(source).keys()
+    assert tensors_of(tmp_path / "back").keys() == tensors_of(source).keys()
 
 
 @pytest.mark.parametrize("encoder", ["RobertaModel", "XLMRobertaModel"])
@@ -263,7 +252,7 @@ def test_values_are_those_that_the_file_holds(tmp_path: Path, out_type: str):
     options = {"dtype": "float16" if out_type == "f16" else "float32"}
     where = {"config_from": str(source)}
     nf4conv.dequantize(path, tmp_path / "back", **options, **CPU, **where)
-    expected, found = state_of(source), state_of(tmp_path / "back")
+    expected, found = tensors_of(source), tensors_of(tmp_path / "back")
     assert found.keys() == expected.keys()
     if out_type == "f16":
         expected = {name: values.half() for name, values in expected.items()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import load, train
-from checkpoints import save_model
+from checkpoints import assert_same_tensors, save_model
 from hub_server import Hub, Repo
 from integers import Weight, awq, compressed, gptq, torchao
 from safetensors.torch import load_file, save_file
@@ -114,23 +114,10 @@ def write_tensors(
             decoded[name] = tensor.decoded
         else:
             stored[name] = decoded[name] = tensor
-    return write_plain(folder, stored, config | {"quantization_config": description}), decoded
-
-
-def write_plain(
-    folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] = LLAMA
-) -> Path:
-    return save_model(folder, tensors, config)
+    return save_model(folder, stored, config | {"quantization_config": description}), decoded
 
 
 FILE = "model.safetensors"
-
-
-def same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in actual.items():
-        assert tensor.dtype == expected[name].dtype, name
-        assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize("method", MAKERS)
@@ -138,7 +125,7 @@ def test_dequantized_it_loads_as_any_other_model(tmp_path: Path, method: str):
     source, decoded = write(tmp_path / "source", *MAKERS[method])
     report = nf4conv.dequantize(source, tmp_path / "out", **CPU)
     assert report.totals.decoded == 14
-    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "float16"
@@ -147,20 +134,6 @@ def test_dequantized_it_loads_as_any_other_model(tmp_path: Path, method: str):
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert torch.equal(loaded.get_parameter(f"{Q}.weight"), decoded[f"{Q}.weight"])
-
-
-@pytest.mark.parametrize("method", MAKERS)
-def test_another_dtype_is_rounded_once(tmp_path: Path, method: str):
-    make, description = MAKERS[method]
-    source, _ = write(tmp_path / "source", make, description)
-    options = {"dtype": "float32"}
-    nf4conv.dequantize(source, tmp_path / "exact", **options, **CPU)
-    options = {"dtype": "bfloat16"}
-    nf4conv.dequantize(source, tmp_path / "rounded", **options, **CPU)
-    exact = load_file(tmp_path / "exact" / FILE)
-    rounded = load_file(tmp_path / "rounded" / FILE)
-    for name in (f"{Q}.weight", "model.layers.1.mlp.down_proj.weight"):
-        assert torch.equal(rounded[name], exact[name].to(torch.bfloat16))
 
 
 def test_layers_of_different_bits(tmp_path: Path):
@@ -176,7 +149,7 @@ def test_layers_of_different_bits(tmp_path: Path):
     }
     source, decoded = write(tmp_path / "source", gptq, GPTQ | {"dynamic": dynamic}, special)
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
     [note] = [
         note for note in nf4conv.plan_quantize(source).made.notes if note.startswith("the source")
     ]
@@ -195,7 +168,7 @@ def test_a_model_in_bfloat16_stays_one(tmp_path: Path):
         tensors[name] = decoded[name] = tensors[name].bfloat16()
     save_model(source, tensors, config | {"dtype": "bfloat16"})
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert {part.dtype for part in loaded.parameters()} == {torch.bfloat16}
 
@@ -247,7 +220,9 @@ def test_a_mixed_model_that_sees(tmp_path: Path):
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
     found = load_file(tmp_path / "out" / FILE)
     expected = {name: part for name, part in decoded.items() if ".experts." not in name}
-    same_tensors({name: part for name, part in found.items() if ".experts" not in name}, expected)
+    assert_same_tensors(
+        {name: part for name, part in found.items() if ".experts" not in name}, expected
+    )
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     visual = "model.visual.blocks.0.attn.qkv.weight"
     nf4conv.quantize(source, tmp_path / "nf4", **CPU)
@@ -262,7 +237,7 @@ def test_rotations_that_cancel_are_as_good_as_none(tmp_path: Path):
     description = PACKED | {"transform_config": rotations}
     source, decoded = write(tmp_path / "source", compressed, description)
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
 
 
 def test_tied_embeddings(tmp_path: Path):
@@ -279,7 +254,7 @@ def test_tied_embeddings(tmp_path: Path):
     decoded[f"{table}.weight"] = weight.decoded
     save_file(tensors, source / FILE)
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert torch.equal(loaded.lm_head.weight, weight.decoded)
 
@@ -316,7 +291,7 @@ def test_what_autoround_writes(tmp_path: Path, packing: str, make: Any):
     }
     source, decoded = write(tmp_path / "source", make, description, special)
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
 
 
 def test_old_names_of_autoround(tmp_path: Path):
@@ -324,7 +299,7 @@ def test_old_names_of_autoround(tmp_path: Path):
     del description["packing_format"]
     source, decoded = write(tmp_path / "source", without_index(gptq), description)
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
 
 
 def test_pack_quantized_of_any_bits(tmp_path: Path):
@@ -346,7 +321,7 @@ def test_pack_quantized_of_any_bits(tmp_path: Path):
     special[modules[7]] = compressed(*(1024, 1024), bits=3, is_symmetric=False, dtype=torch.float16)
     source, decoded = write(tmp_path / "source", compressed, description, special)
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
 
 
 @pytest.mark.parametrize("what", ["no shape", "words of 0.17"])
@@ -373,12 +348,12 @@ def test_in_parts_and_in_small_pieces(tmp_path: Path, method: str):
     special = {Q: make(1024, 1024, dtype=torch.float16)}
     source, decoded = write(tmp_path / "source", make, description, special)
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
     plain = tmp_path / "out"
     options = {"quant_type": "nf4"}
     nf4conv.quantize(source, tmp_path / "nf4", **options, **CPU)
     nf4conv.quantize(plain, tmp_path / "expected", **options, **CPU)
-    same_tensors(load_file(tmp_path / "nf4" / FILE), load_file(tmp_path / "expected" / FILE))
+    assert_same_tensors(tmp_path / "nf4", tmp_path / "expected")
     assert nf4conv.verify(tmp_path / "nf4", source=source, **CPU).passed
 
 
@@ -402,22 +377,10 @@ OTHERS = MAKERS | {
 }
 
 
-def same(one: Path, other: Path) -> None:
-    """Asserts that two folders hold the same tensors, whatever files they are in."""
-    same_tensors(whole(one), whole(other))
-
-
-def whole(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
 @pytest.mark.parametrize("method", OTHERS)
 def test_inspect_names_method_bits_and_groups(tmp_path: Path, method: str):
     source, decoded = write(tmp_path / "source", *OTHERS[method])
-    plain = write_plain(tmp_path / "plain", decoded)
+    plain = save_model(tmp_path / "plain", decoded, LLAMA)
     names = {"gptq": "GPTQ", "awq": "AWQ", "compressed": "compressed-tensors", "auto-round": "GPTQ"}
     found = nf4conv.inspect(source)
     [kind] = [kind for kind in found.kinds if kind.kind.endswith("mlp.up_proj")]
@@ -441,20 +404,20 @@ def test_old_releases_describe_it_in_a_file_of_its_own(tmp_path: Path, method: s
     fields = {key: value for key, value in description.items() if key != "quant_method"}
     (source / name).write_text(json.dumps(fields))
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    same_tensors(whole(tmp_path / "out"), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
     assert not (tmp_path / "out" / name).exists()
 
 
 @pytest.mark.parametrize("method", OTHERS)
 def test_adapters_are_merged(tmp_path: Path, method: str):
     source, decoded = write(tmp_path / "source", *OTHERS[method])
-    plain = write_plain(tmp_path / "plain", decoded)
+    plain = save_model(tmp_path / "plain", decoded, LLAMA)
     model = load(plain, dtype=torch.float32)
     train(model, tmp_path / "adapter", target_modules=["q_proj", "up_proj"])
     options = {"lora": (str(tmp_path / "adapter"),)}
     for folder in (source, plain):
         nf4conv.dequantize(folder, tmp_path / f"{folder.name}-out", **options, **CPU)
-    same(tmp_path / "source-out", tmp_path / "plain-out")
+    assert_same_tensors(tmp_path / "source-out", tmp_path / "plain-out")
     assert "merged" in (tmp_path / "source-out/README.md").read_text()
 
 
@@ -465,7 +428,7 @@ def test_streamed_from_the_hub(tmp_path: Path, hub: Hub, method: str):
     hub.repos["org/model"].commit({file.name: file.read_bytes() for file in source.iterdir()})
     where = {"cache_dir": tmp_path / "cache", "stream": True}
     nf4conv.dequantize("org/model", tmp_path / "out", **CPU, **where)
-    same_tensors(whole(tmp_path / "out"), decoded)
+    assert_same_tensors(tmp_path / "out", decoded)
 
 
 # --- refusals -------------------------------------------------------------------------------------
