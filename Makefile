@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help test test-quick test-all test-others test-floors check format gpu bench docs clean
+.PHONY: help test test-quick test-all test-others test-floors check format gpu docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -99,9 +99,6 @@ WORKERS := 15
 
 gpu: $(VENV)/.installed ## test compiled kernels and commands against bitsandbytes CUDA, on an NVIDIA GPU (6 minutes)
 	$(GPU) -n $(WORKERS) --dist load --maxschedchunk 1 $(LONGEST) tests || $(GPU) -n 1 --last-failed --lfnf=none tests
-
-bench: $(VENV)/.installed ## measure whole commands against transformers with bitsandbytes, and against copying bytes
-	$(BIN)/python -m benchmarks.commands peers
 
 docs: $(VENV)/.installed ## generate docs/options.md
 	$(BIN)/python docs/generate.py
