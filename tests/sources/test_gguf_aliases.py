@@ -29,6 +29,8 @@ JUDGED = {
         "DistilBertForMaskedLM": SAME,
         "DistilBertForSequenceClassification": REFUSED,
         "RobertaForSequenceClassification": REFUSED,
+        "RobertaModel": REFUSED,  # lacks the first rows of its position embeddings
+        "XLMRobertaModel": REFUSED,
         "XLMRobertaForSequenceClassification": REFUSED,
         "NomicBertModel": NEVER,
     },

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 import nf4conv
 from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.sources.gguf.families import architectures, families_of
+from nf4conv.sources.opening import open_source
 
 pytestmark = NEEDS_CONVERTER
 CPU = {"device": "cpu"}
@@ -35,12 +36,13 @@ CPU = {"device": "cpu"}
 # what the converter does not put into the file
 _POOLER = {"pooler.dense.weight", "pooler.dense.bias"}
 LEFT_OUT = {"BertModel": _POOLER, "CamembertModel": _POOLER}
-# classes of which no config.json is made
+# types of models of which no config.json is made
 NEED_CONFIG = {
-    family.architecture
+    model_type
     for name in architectures()
     for family in families_of(name)
     if family.needs_config
+    for model_type in (family.model_type, *family.also)
 }
 # the class of the model that the metadata alone stands for, which computes the same
 STANDS_FOR = {"Glm4MoeLiteForCausalLM": "DeepseekV3ForCausalLM"}
@@ -72,9 +74,9 @@ def test_a_family_comes_back(tmp_path: Path, family: str, converted: dict[str, t
     expected, found = tensors_of(source), tensors_of(tmp_path / "back")
     assert found.keys() == expected.keys() - LEFT_OUT.get(family, set())
     assert_equal_in_bfloat16(found, expected)
-    if family.partition(":")[0] in NEED_CONFIG:
+    if class_of(family).config_class.model_type in NEED_CONFIG:
         with pytest.raises(UndecodableError, match="--config-from REPO takes that of the original"):
-            nf4conv.plan_dequantize(gguf)
+            open_source(gguf)
         return
     nf4conv.dequantize(gguf, tmp_path / "alone", **CPU)
     alone = output_of(class_of(STANDS_FOR.get(family, family)), tmp_path / "alone")
