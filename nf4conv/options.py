@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from nf4conv.declaring import Checked, Option, option
+from nf4conv.format.codebook import Blocksize, QuantType, Scales
 
-QuantType: TypeAlias = Literal["nf4", "fp4"]
-Blocksize: TypeAlias = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
-Scales: TypeAlias = Literal["absmax", "search"]
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 Fp8Scales: TypeAlias = Literal["e8m0", "float32"]
 Names: TypeAlias = tuple[str, ...] | list[str]

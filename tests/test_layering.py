@@ -19,10 +19,10 @@ PACKAGE = Path(nf4conv.__file__).parent
 ORDER = (
     "version",
     "errors",
-    "declaring",
-    "options",
     "system",
     "format",
+    "declaring",
+    "options",
     "models",
     "sources",
     "choose",

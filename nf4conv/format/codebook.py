@@ -17,7 +17,11 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias, get_args
+
+QuantType: TypeAlias = Literal["nf4", "fp4"]
+Blocksize: TypeAlias = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
+Scales: TypeAlias = Literal["absmax", "search"]
 
 
 def _floats(patterns: Sequence[str]) -> tuple[float, ...]:
@@ -64,13 +68,13 @@ def _codebook(quant_type: str) -> Codebook:
     )
 
 
-CODEBOOKS: Final = {"nf4": _codebook("nf4"), "fp4": _codebook("fp4")}
+CODEBOOKS: Final = {name: _codebook(name) for name in get_args(QuantType)}
 """The data types by their names."""
 
-BLOCKSIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BLOCKSIZES: Final[tuple[int, ...]] = get_args(Blocksize)
 """Block sizes that bitsandbytes' CUDA kernels accept (32 since its 0.49.2)."""
 
-SCALES: Final = ("absmax", "search")
+SCALES: Final[tuple[str, ...]] = get_args(Scales)
 """Ways to choose the scale of a block: its absmax, or the scale that codec/search.py finds."""
 
 RECORDED_SCALES: Final = (*SCALES, "calibrated")

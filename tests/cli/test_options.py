@@ -19,11 +19,9 @@ import pytest
 from command_line import run
 
 import nf4conv
-from nf4conv import options
 from nf4conv.cli import main
 from nf4conv.declaring import deciding, narrowed, options_of, typed
 from nf4conv.errors import OptionError, PlanError
-from nf4conv.format import codebook
 from nf4conv.options import (
     DequantizeOptions,
     EvaluateOptions,
@@ -195,12 +193,6 @@ def test_an_option_without_the_one_that_it_needs_is_refused():
     with pytest.raises(PlanError, match=r"^--tolerance means nothing without --verify$"):
         QuantizeOptions(tolerance=0.1)
     assert QuantizeOptions(tolerance=0.1, verify=True).tolerance == 0.1
-
-
-def test_formats_are_those_of_the_codebook():
-    assert get_args(options.Blocksize) == codebook.BLOCKSIZES
-    assert get_args(options.QuantType) == tuple(codebook.CODEBOOKS)
-    assert get_args(options.Scales) == codebook.SCALES
 
 
 @pytest.mark.parametrize(

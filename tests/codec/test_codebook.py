@@ -5,13 +5,10 @@ over.
 import hashlib
 import struct
 from fractions import Fraction
-from typing import get_args
 
 import numpy as np
 import pytest
 
-from nf4conv import options
-from nf4conv.format import codebook
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
 NF4, FP4 = CODEBOOKS["nf4"], CODEBOOKS["fp4"]
@@ -76,10 +73,3 @@ def test_dynamic_map_has_the_published_digest():
         hashlib.sha256(stored).hexdigest()
         == "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c"
     )
-
-
-def test_options_offer_what_the_codec_takes():
-    """The tables import no options: they decide kernels that are kept, and options do not."""
-    assert tuple(codebook.CODEBOOKS) == get_args(options.QuantType)
-    assert get_args(options.Blocksize) == codebook.BLOCKSIZES
-    assert get_args(options.Scales) == codebook.SCALES
