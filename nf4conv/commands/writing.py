@@ -31,10 +31,10 @@ from nf4conv.report.advice import tell_what_is_read
 from nf4conv.report.loading import loading_of_plan, push_command
 from nf4conv.report.results import PlanReport, RunReport, VerificationSummary, sum_of_seconds
 from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
-from nf4conv.run.device.protocol import NonFiniteError
 from nf4conv.run.earlier import found_or_written
 from nf4conv.run.filling import Card
 from nf4conv.run.parts import finish_without_source
+from nf4conv.run.tasks.scan import check_scales
 from nf4conv.sources.reader import read_small, reading_speed
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.folders import remove
@@ -153,8 +153,6 @@ def _write_one(
 
     def write() -> RunReport:
         if isinstance(options, DequantizeOptions):
-            from nf4conv.run.tasks.scan import check_scales  # quantizing does not need it
-
             check_scales(list(plan.output.jobs), plan.source)
         if plan.calibration is None:
             return write_checkpoint(plan, out, options, progress, card, announce)
@@ -162,12 +160,7 @@ def _write_one(
         after = replace(options, overwrite=False)
         return write_checkpoint(made, out, after, progress, card, announce)
 
-    try:
-        report = found_or_written(plan, out, options, progress, write)
-    except NonFiniteError as error:
-        from nf4conv.run.tasks.scan import unpackable  # only few runs need to import it
-
-        raise unpackable(error.job, plan.output.format, options, plan.source) from error
+    report = found_or_written(plan, out, options, progress, write)
     is_asked = isinstance(options, QuantizeOptions) and options.verify
     if is_asked and plan.part is None and report.already_complete:
         _verify_again(plan, out, options)

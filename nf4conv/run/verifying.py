@@ -1,7 +1,6 @@
 """Verifies the values of a checkpoint: proves what is right, and diagnoses the rest."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,11 +15,10 @@ from nf4conv.run.comparing import compare
 from nf4conv.run.device.choice import open_device, open_torch, require_device
 from nf4conv.run.loop import make_pipeline, open_reader
 from nf4conv.run.tasks.prove import Proof, checkpoint_proof, is_kept, prove_kept_weight
-from nf4conv.run.tasks.scan import count_improper_scales, count_values
+from nf4conv.run.tasks.scan import count_improper_scales, count_not_finite
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import TensorInfo
 
 _log: Final = logging.getLogger(__name__)
 
@@ -38,7 +36,8 @@ def verify_values(
     they differ. `progress` is told how many more bytes have been read, from any thread.
     """
     if pairs.alone:
-        return _look_at_values(pairs.alone, run, progress)
+        device, not_finite = count_not_finite(pairs.alone, run, progress)
+        return Measured(device, {}, {}, not_finite)
     with open_reader(source) as reader:
         if pairs.alike:
             device, copies = compare(pairs.alike, run, progress, reader)
@@ -112,19 +111,6 @@ def _made_anew(
         len(pairs.copies),
     )
     return backend.name, proof
-
-
-def _look_at_values(
-    tensors: Sequence[TensorInfo], run: MachineOptions, progress: Callable[[int], None]
-) -> Measured:
-    """Looks for values that are NaN or infinite in tensors that are compared with nothing."""
-    by_name = {tensor.name: tensor for tensor in tensors}
-    limits = dict.fromkeys(by_name, math.inf)
-    counts = count_values(by_name, limits, run, None, progress)
-    not_finite = {name: count.not_finite for name, count in counts.items()}
-    from nf4conv.run.device.on_torch.device import find_device  # counting has imported torch
-
-    return Measured(str(find_device(run.device)), {}, {}, not_finite)
 
 
 def _diagnose(

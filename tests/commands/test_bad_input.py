@@ -105,8 +105,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "not finite": (
         not_finite,
-        f"{SECOND}: {UP_4}: 3 of 65,536 values are NaN or infinite; repair the checkpoint, or "
-        f"leave it unquantized with --exclude",
+        f"{SECOND}: {UP_4}: has values that are NaN or infinite, or too large for bfloat16 or "
+        f"double quantization; repair the checkpoint, .*",
     ),
     "float64 in the config": (
         in_config(dtype="float64"),

@@ -63,7 +63,7 @@ def test_values_are_what_the_codec_decodes(
         for key, part in pack(name, weight, **options).items()
     }
     source = write(tmp_path / "source", stored | {"model.norm.weight": torch.ones(7, dtype=dtype)})
-    monkeypatch.setattr("nf4conv.run.tasks.scan.check_scales", lambda *_: None)
+    monkeypatch.setattr("nf4conv.commands.writing.check_scales", lambda *_: None)
     nf4conv.dequantize(source, tmp_path / "out", **SMALL)
     found = tensors_of(tmp_path / "out")
     assert found.keys() == {*weights, "model.norm.weight"}

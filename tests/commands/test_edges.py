@@ -42,7 +42,9 @@ def test_values_that_a_cast_would_make_infinite_are_refused(tmp_path):
     source = write(tmp_path / "source", {FIRST: weight})
     with pytest.raises(SourceError) as caught:
         nf4conv.quantize(source, tmp_path / "out", dtype="float16", **CPU)
-    assert str(caught.value) == refusal(source, FIRST, "float16")
+    assert f"{FIRST}: has values that are NaN or infinite, or too large for float16" in str(
+        caught.value
+    )
     nf4conv.quantize(source, tmp_path / "other", dtype="bfloat16", **CPU)
     assert_is(tmp_path / "other", FIRST, weight.bfloat16(), {})
 

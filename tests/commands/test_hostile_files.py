@@ -144,10 +144,7 @@ def test_scales_whose_mean_is_infinite_are_refused_or_kept(source: Path, tmp_pat
     tensors[UP] = torch.full_like(tensors[UP], 2e37)
     save_file(tensors, shard)
     line = refused(command("quantize", source, tmp_path / "out"))
-    assert line == (
-        f"{shard}: {UP}: 65,536 of 65,536 values are too large for double quantization; repair "
-        f"the checkpoint, or leave it unquantized with --exclude"
-    )
+    assert line.startswith(f"{shard}: {UP}: has values that are NaN or infinite, or too large")
     assert not (tmp_path / "out/config.json").exists()
     assert (
         command("quantize", source, tmp_path / "plain", "--no-double-quant", "--verify").exit_code

@@ -156,7 +156,7 @@ def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
     name = f"{UP}.weight"
     nan = tensors[name]._replace(content=b"\x7f" + tensors[name].content[1:])
     save(source / "model.safetensors", {**tensors, name: nan})
-    with pytest.raises(SourceError, match=rf"{UP}.weight: 1 of 40,960 values are NaN or infinite"):
+    with pytest.raises(SourceError, match=rf"{UP}.weight: has values that are NaN or infinite"):
         quantized(source)
     kept = quantized(source, exclude=(name,))
     assert kept[name].dtype == BF16

@@ -27,11 +27,12 @@ class NonFiniteError(SourceError):
 
     def __init__(self, job: PackJob) -> None:
         super().__init__(
-            f"{job.source.file}: {job.source.name}: holds NaN or infinity",
+            f"{job.source.file}: {job.source.name}: has values that are NaN or infinite, or too "
+            f"large for {job.format.dtype} or double quantization; repair the checkpoint, give "
+            f"another --dtype, or leave it unquantized with --exclude",
             path=job.source.file,
             tensor=job.source.name,
         )
-        self.job = job
 
 
 class CastError(SourceError):

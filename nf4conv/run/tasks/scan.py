@@ -1,4 +1,4 @@
-"""Finds values that cannot be packed, or would not be finite once they are decoded.
+"""Finds values that are not finite, or would not be once they are decoded.
 
 Passes that only count take torch. Scales of weights in 4 bits are looked at without: one that is
 NaN or infinite makes a block of NaN. Reading them costs little: they take an eighth of the codes'
@@ -6,19 +6,18 @@ bytes, and a few bytes of a weight with double quantization.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from nf4conv.errors import SourceError
-from nf4conv.format.dtypes import DTYPE_BITS, TAGS
-from nf4conv.format.layout import Format, block_count
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.options import MachineOptions
-from nf4conv.plan.jobs import CopyJob, Job, PackJob
+from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.report.measured import WeightResult
 from nf4conv.run.device.choice import open_torch
-from nf4conv.run.device.protocol import CastError
 from nf4conv.run.loop import make_pipeline, open_reader
 from nf4conv.run.pieces import pieces_of
 from nf4conv.run.worker import Worker
@@ -28,82 +27,37 @@ from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
-_LARGEST_SUM: Final = 3e38
-"""Of the scales of a weight, whose mean double quantization takes in float32."""
-
 _AT_A_TIME: Final = 4  # weights
 _CHUNK: Final = 2**22  # bytes of scales that are read at once
 
 
-class UnfitValues(NamedTuple):
-    """Counts values of a tensor, or of a piece of it, that cannot be stored."""
+def count_not_finite(
+    tensors: Sequence[TensorInfo], run: MachineOptions, progress: Callable[[int], None]
+) -> tuple[str, dict[str, int]]:
+    """Counts the values of tensors in files at hand that are NaN or infinite, by their names.
 
-    not_finite: int
-    too_large: int
-
-
-def count_values(
-    tensors: Mapping[str, TensorInfo],
-    limits: Mapping[str, float],
-    run: MachineOptions,
-    source: Source | None,
-    progress: Callable[[int], None] | None = None,
-) -> Mapping[str, UnfitValues]:
-    """Counts the values of tensors that are NaN or infinite, or whose magnitude is above a limit.
-
-    Their source is None if they are in files at hand. `progress` is told how many more bytes have
-    been read, from any thread.
+    `progress` is told how many more bytes have been read, from any thread. Returns the device that
+    counted, and the counts.
     """
-    pipeline = make_pipeline(open_torch(run), run, progress or (lambda _: None))
-    found: list[tuple[str, UnfitValues]] = []  # of pieces; workers append to it
+    torch = open_torch(run)
+    pipeline = make_pipeline(torch, run, progress)
+    found: list[tuple[str, int]] = []  # of pieces; workers append to it
     tasks = []
-    for name, tensor in tensors.items():
+    for tensor in tensors:
         most = pipeline.piece * 8 // DTYPE_BITS[tensor.dtype]
-        tasks += [
-            partial(_count, name, piece.tensor, limits[name], found)
-            for piece in pieces_of(tensor, most)
-        ]
-    with open_reader(source) as reader:
+        tasks += [partial(_count, piece.tensor, found) for piece in pieces_of(tensor, most)]
+    with open_reader(None) as reader:
         pipeline.run(tasks, reader)
-    counts: dict[str, UnfitValues] = {}
-    for name, (not_finite, too_large) in found:
-        before = counts.get(name, UnfitValues(0, 0))
-        counts[name] = UnfitValues(before.not_finite + not_finite, before.too_large + too_large)
-    return counts
+    counts: Counter[str] = Counter()
+    for name, count in found:
+        counts[name] += count
+    return torch.name, dict(counts)
 
 
-def _count(
-    name: str,
-    tensor: TensorInfo,
-    limit: float,
-    found: list[tuple[str, UnfitValues]],
-    worker: Worker,
-) -> None:
+def _count(tensor: TensorInfo, found: list[tuple[str, int]], worker: Worker) -> None:
     from nf4conv.run.device.on_torch.device import device_of  # importing torch takes seconds
 
-    counted = device_of(worker).count_unpackable(tensor, limit)
-    found.append((name, UnfitValues(*counted)))
-
-
-def unpackable(job: PackJob, format: Format, run: MachineOptions, source: Source) -> SourceError:
-    """Counts the values of a weight that cannot be packed, and returns the error that says so.
-
-    They are NaN or infinite, or so large that the mean of the scales may become so.
-    """
-    tensor = job.source
-    limit = math.inf
-    if format.double_quant:
-        limit = _LARGEST_SUM / (block_count(tensor.elements, format.blocksize) or 1)
-    name = tensor.name
-    not_finite, too_large = count_values({name: tensor}, {name: limit}, run, source)[name]
-    if not_finite:
-        text = f"{not_finite:,} of {tensor.elements:,} values are NaN or infinite"
-    elif too_large:
-        text = f"{too_large:,} of {tensor.elements:,} values are too large for double quantization"
-    else:
-        return CastError(tensor, TAGS[format.dtype])
-    text += "; repair the checkpoint, or leave it unquantized with --exclude"
-    return SourceError.about(tensor.file, name, text)
+    found.append((tensor.name, device_of(worker).count_not_finite(tensor)))
 
 
 def check_scales(jobs: Sequence[Job], source: Source) -> None:

@@ -130,16 +130,11 @@ class TorchDevice(TorchBuffers):
         with self.timed(Activity.COMPUTE):
             return difference(first, second)
 
-    def count_unpackable(self, tensor: TensorInfo, limit: float) -> tuple[int, int]:
-        """Counts the values of a tensor that are NaN or infinite, and others above a magnitude."""
+    def count_not_finite(self, tensor: TensorInfo) -> int:
+        """Counts the values of a tensor that are NaN or infinite."""
         values = read_values(self, tensor)
         with self.timed(Activity.COMPUTE):
-            finite = torch.isfinite(values)
-            not_finite = values.numel() - int(finite.sum())
-            too_large = 0
-            if limit < torch.finfo(values.dtype).max:
-                too_large = int((finite & (values.abs() > limit)).sum())
-        return not_finite, too_large
+            return values.numel() - int(torch.isfinite(values).sum())
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> Errors:
