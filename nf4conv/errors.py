@@ -38,10 +38,6 @@ class DiffusersFolderError(SourceError):
     """Says that the source is a diffusers pipeline, which holds several checkpoints, not one."""
 
 
-class AdapterError(SourceError):
-    """Says that the source is a LoRA adapter, although a model was expected."""
-
-
 class UndecodableError(SourceError):
     """Says that the source is quantized by a method that nf4conv does not decode."""
 

@@ -63,10 +63,6 @@ class DiffusersPlan:
         notes = []
         for name, plan in self.submodels.items():
             notes += [f"{name}: {note}" for note in plan.notes]
-        for name in self.source.strays:
-            if name.partition("/")[0] not in self.submodels:
-                place = self.source.folder
-                notes.append(f"{name}: a link that leads out of {place}; it is not copied")
         return (*notes, *self.complaints)
 
     @property

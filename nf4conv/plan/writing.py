@@ -235,9 +235,7 @@ def plan_unchanged(source: Source, options: WritingOptions) -> WritingPlan:
 
 
 def notes_on_files(source: Source, output: Plan) -> Iterator[str]:
-    """Says which files are not copied, links that lead elsewhere, and what room streaming needs."""
-    for name in source.auxiliary(strays=True):
-        yield f"{name}: a link that leads out of {source.root}; it is not copied"
+    """Says what room streaming needs."""
     streamed = _bytes_streamed(source)
     if streamed:
         yield (

@@ -19,8 +19,8 @@ from nf4conv.sources.files import (
     MODEL_INDEX,
     SUFFIXES_OF_OTHERS,
     auxiliary_names,
+    files_below,
     find_weights,
-    own_files,
     require_own,
 )
 from nf4conv.sources.places import from_address, is_repo_id, prefix_of
@@ -46,14 +46,12 @@ class DiffusersFolder:
         place: the folder, or the repository on the Hub, that its submodels are opened from.
         submodels: the options that open each submodel, by name, in the order of model_index.json.
         files: the other files that belong to it, relative to the folder, without model_index.json.
-        strays: links that would belong to it but lead out of the folder.
     """
 
     folder: Path
     place: str
     submodels: Mapping[str, SourceOptions]
     files: tuple[PurePosixPath, ...]
-    strays: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.place
@@ -96,9 +94,10 @@ def _open_local(root: Path, where: SourceOptions) -> DiffusersFolder:
             f"{folder}: no {MODEL_INDEX}, so this is no diffusers pipeline", path=folder
         )
     require_own(index, root)
-    names, strays = own_files(folder, root)
-    pipeline = _describe(folder, str(root), where, names)
-    return replace(pipeline, strays=tuple(strays))
+    pipeline = _describe(folder, str(root), where, files_below(folder))
+    for name in pipeline.files:
+        require_own(folder / name, root)
+    return pipeline
 
 
 def _open_repository(repo: str, where: SourceOptions) -> DiffusersFolder:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-from nf4conv.errors import AdapterError, DiffusersFolderError, SourceError
+from nf4conv.errors import DiffusersFolderError, SourceError
 from nf4conv.sources.reader import read_json
 
 STEMS: Final = ("model", "diffusion_pytorch_model")
@@ -69,8 +69,7 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
     """Finds the weights among the files of a folder, whose `variant` is a word in their names.
 
     Safetensors are preferred to pickles, and a single file to an index. Raises a
-    DiffusersFolderError or AdapterError for the folder of a pipeline or an adapter, which `where`
-    names.
+    DiffusersFolderError for the folder of a pipeline; `where` names the folder.
     """
     if MODEL_INDEX in names:
         raise DiffusersFolderError(
@@ -82,7 +81,7 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
         return found
     pickled = next(_named(names, _PICKLE_STEMS, "bin", variant), None)
     if ADAPTER_CONFIG in names and pickled is None:
-        raise AdapterError(f"{where}: an adapter, not a model")
+        raise no_model(where)
     loose = sorted(name for name in names if name.endswith(".safetensors"))
     if variant is None and len(loose) == 1:
         return WeightFile(loose[0], False, STEMS[0])
@@ -98,6 +97,14 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
             f"it{_what_else(names, variant)}"
         )
     return pickled
+
+
+def no_model(adapter: object) -> SourceError:
+    """Returns the error of an adapter in the place of a model."""
+    return SourceError(
+        f"{adapter}: an adapter, not a model; to merge it: nf4conv quantize BASE OUT --lora "
+        f"{adapter}"
+    )
 
 
 def _named(
@@ -242,46 +249,24 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def leads_out(path: Path, root: Path) -> Path | None:
-    """Returns where a file is that a link makes appear in a folder that it does not belong to; None
-    for a file that belongs to the folder `root`, which the user named.
+def require_own(path: Path, root: Path) -> Path:
+    """Returns the path of a file; raises a SourceError for one that a link makes appear in `root`,
+    the folder that the user named, and that does not belong to it.
     """
     if path.parent == root and not path.is_symlink():
-        return None
+        return path
     target = path.resolve()
     top = root.resolve()
     around = {target, *target.parents}
-    if top in around:
-        return None
     is_cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
-    if is_cached or any(parent / "blobs" in around for parent in top.parents):
-        return None
-    return target
+    if top in around or is_cached or any(parent / "blobs" in around for parent in top.parents):
+        return path
+    raise SourceError(
+        f"{path}: a link that leads out of {root}, to {target}; put the file itself there",
+        path=path,
+    )
 
 
-def require_own(path: Path, root: Path) -> Path:
-    """Returns the path of a file; raises a SourceError for a link that leads out of `root`."""
-    target = leads_out(path, root)
-    if target is not None:
-        raise SourceError(
-            f"{path}: a link that leads out of {root}, to {target}; put the file itself there",
-            path=path,
-        )
-    return path
-
-
-def own_files(folder: Path, root: Path) -> tuple[list[str], list[str]]:
-    """Lists the regular files below a folder, relative to it: its own, and links that lead out of
-    `root`.
-    """
-    own = []
-    strays = []
-    for path in folder.rglob("*"):
-        if not path.is_file():
-            continue
-        name = path.relative_to(folder).as_posix()
-        if leads_out(path, root) is None:
-            own.append(name)
-        else:
-            strays.append(name)
-    return own, strays
+def files_below(folder: Path) -> list[str]:
+    """Lists the regular files below a folder, and links to such, relative to it."""
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

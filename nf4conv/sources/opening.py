@@ -5,7 +5,6 @@ another quantization encoded are presented as the float tensors they stand for (
 """
 
 import logging
-import shlex
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
-from nf4conv.errors import AdapterError, SourceError, UndecodableError
+from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.files import (
     ADAPTER_CONFIG,
@@ -22,6 +21,7 @@ from nf4conv.sources.files import (
     STEMS,
     find_weights,
     is_file,
+    no_model,
     read_index,
     require_own,
 )
@@ -133,23 +133,8 @@ def _open(source: str, where: SourceOptions) -> Source:
             hint = _HINT if "/" not in source else ""
             raise SourceError(f"{path}: no such file or folder{hint}", path=path)
         return _open_repository(source, where)
-    except AdapterError as error:
-        raise AdapterError(_how_to_merge(source, where)) from error
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise SourceError(f"{error.filename or path}: {error.strerror or error}") from error
-
-
-def _how_to_merge(adapter: str, where: SourceOptions) -> str:
-    """Returns what to tell a user who gives an adapter where a model is expected."""
-    place = Path(adapter)
-    base = None
-    if place.exists():
-        place = (place.parent if place.is_file() else place) / (where.subfolder or "")
-        base = read_json(place / ADAPTER_CONFIG).get("base_model_name_or_path")
-    return (
-        f"{adapter}: an adapter of {base or 'BASE'}, not a model; to merge it: "
-        f"nf4conv quantize {shlex.quote(str(base or 'BASE'))} OUT --lora {shlex.quote(str(place))}"
-    )
 
 
 def _open_repository(repo: str, where: SourceOptions) -> Source:
@@ -303,7 +288,7 @@ def _open_file(path: Path) -> Source:
         raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle", path=path)
     folder = path.parent
     if path.name in ADAPTER_WEIGHTS and (folder / ADAPTER_CONFIG).is_file():
-        raise AdapterError(f"{path}: an adapter, not a model", path=path)
+        raise no_model(folder)
     for index in sorted(folder.glob("*.index.json")):
         if path.name in read_index(require_own(index, folder))["weight_map"].values():
             raise SourceError(

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.errors import SourceError, named
-from nf4conv.sources.files import auxiliary_names, own_files
+from nf4conv.sources.files import auxiliary_names, files_below, require_own
 from nf4conv.sources.reader import each, read_bytes
 from nf4conv.sources.tensors import TensorInfo
 
@@ -100,17 +100,18 @@ class Source:
         """Returns where the model card is, if there is one."""
         return self.card_beside or self.folder / "README.md"
 
-    def auxiliary(self, *, strays: bool = False) -> tuple[PurePosixPath, ...]:
-        """Lists the files that are copied beside the weights, relative to `folder`; with `strays`,
-        the links out of `root` that would be copied otherwise.
+    def auxiliary(self) -> tuple[PurePosixPath, ...]:
+        """Lists the files that are copied beside the weights, relative to `folder`; raises a
+        SourceError for a link out of `root`.
         """
         if self.config is None:
             return ()
         if self.made is not None:
-            return () if strays else tuple(map(PurePosixPath, sorted(self.made)))
-        own, others = own_files(self.folder, self.root)
-        chosen = auxiliary_names([*own, *others])
-        return tuple(path for path in chosen if (str(path) in others) == strays)
+            return tuple(map(PurePosixPath, sorted(self.made)))
+        chosen = auxiliary_names(files_below(self.folder))
+        for name in chosen:
+            require_own(self.folder / name, self.root)
+        return chosen
 
     @contextmanager
     def whole_folder(self) -> Iterator[Path]:

@@ -8,7 +8,7 @@ from nf4conv.sources.files import (
     QUANTIZATION_LEFTOVERS,
     WEIGHT_SUFFIXES,
     auxiliary_names,
-    own_files,
+    files_below,
 )
 
 
@@ -17,7 +17,7 @@ def found(folder: Path, *names: str) -> list[str]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if not (folder / name).exists():
             (folder / name).write_text("")
-    return [str(name) for name in auxiliary_names(own_files(folder, folder)[0])]
+    return [str(name) for name in auxiliary_names(files_below(folder))]
 
 
 @pytest.mark.parametrize(

@@ -464,13 +464,11 @@ def test_the_plan_shows_what_is_merged(tmp_path):
 
 def test_an_adapter_in_the_place_of_a_model_is_refused_with_the_command_to_use(tmp_path, hub):
     adapter = write_adapter(tmp_path / "adapter", FACTORS)
-    expected = f"nf4conv quantize org/base OUT --lora {adapter}"
     for source in (adapter, adapter / "adapter_model.safetensors"):
         for command in (nf4conv.quantize, nf4conv.dequantize):
             with pytest.raises(SourceError) as error:
                 command(source, tmp_path / "out")
-            assert "an adapter of org/base, not a model" in str(error.value)
-            assert expected in str(error.value)
+            assert f"nf4conv quantize BASE OUT --lora {adapter}" in str(error.value)
     upload(hub, "org/adapter", adapter)
     with pytest.raises(SourceError, match="nf4conv quantize BASE OUT --lora org/adapter"):
         nf4conv.plan_quantize("org/adapter", cache_dir=tmp_path / "cache")
