@@ -6,7 +6,7 @@ cannot be cut are taken whole.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from nf4conv.sources.arranged import Columns
@@ -28,14 +28,8 @@ def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Pie
     A piece has at most `most` elements, unless a single row has more, and begins at a multiple of
     `unit` elements.
     """
-    matrix_size = math.prod(tensor.shape[1:])
-    if tensor.is_stack and matrix_size % unit == 0:
-        for index in range(tensor.shape[0]):
-            for piece, start in encoded_pieces(tensor.matrix(index), most, unit):
-                yield Piece(piece, index * matrix_size + start)
-        return
-    for first, last in _row_spans(tensor, most, unit):
-        yield Piece(tensor.rows(first, last), first * matrix_size)
+    for start, [piece] in _cut_alike([tensor], most, unit):
+        yield Piece(piece, start)
 
 
 def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
@@ -78,23 +72,8 @@ def pieces_alike(
     if _is_cut_anywhere(a) and _is_cut_anywhere(b):
         a = a._replace(shape=(a.elements, 1))
         b = b._replace(shape=(b.elements, 1))
-    elif a.is_stack and b.is_stack:
-        matrix_size = math.prod(a.shape[1:])
-        for index in range(a.shape[0]):
-            pairs = pieces_alike(a.matrix(index), b.matrix(index), nbytes)
-            for start, piece_of_a, piece_of_b in pairs:
-                yield index * matrix_size + start, piece_of_a, piece_of_b
-        return
-    together_in_a, together_in_b = a.rows_together, b.rows_together
-    if together_in_a is None or together_in_b is None:
-        yield 0, a, b
-        return
-    rows, columns = a.shape
-    together = math.lcm(together_in_a, together_in_b)
-    step = max(most // (columns * together), 1) * together
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        yield start * columns, a.rows(start, stop), b.rows(start, stop)
+    for start, [piece_of_a, piece_of_b] in _cut_alike([a, b], most, 1):
+        yield start, piece_of_a, piece_of_b
 
 
 def share_parts(tensor: TensorInfo) -> bool:
@@ -111,19 +90,32 @@ def share_parts(tensor: TensorInfo) -> bool:
     return False
 
 
-def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, int]]:
-    """Yields (first row, last row + 1) of each piece; arguments as of `encoded_pieces`."""
-    rows = tensor.shape[0] if tensor.shape else 1
-    together = tensor.rows_together
-    if together is None:
-        yield 0, rows
+def _cut_alike(
+    tensors: Sequence[TensorInfo], most: int, unit: int
+) -> Iterator[tuple[int, Sequence[TensorInfo]]]:
+    """Cuts tensors of one shape at the same places; yields the first element, and a piece of each.
+    `most` and `unit` are as of `encoded_pieces`.
+    """
+    shape = tensors[0].shape
+    matrix_size = math.prod(shape[1:])
+    if all(tensor.is_stack for tensor in tensors) and matrix_size % unit == 0:
+        for index in range(shape[0]):
+            matrices = [tensor.matrix(index) for tensor in tensors]
+            for start, pieces in _cut_alike(matrices, most, unit):
+                yield index * matrix_size + start, pieces
         return
-    columns = max(tensor.shape[1], 1)
-    rows_of_unit = unit // math.gcd(unit, columns)
-    together = math.lcm(together, rows_of_unit)
+    together = 1
+    for tensor in tensors:
+        if tensor.rows_together is None:
+            yield 0, tensors
+            return
+        together = math.lcm(together, tensor.rows_together)
+    rows, columns = shape[0], max(shape[1], 1)
+    together = math.lcm(together, unit // math.gcd(unit, columns))
     step = max(most // (columns * together), 1) * together
     for start in range(0, max(rows, 1), step):
-        yield start, min(start + step, rows)
+        stop = min(start + step, rows)
+        yield start * matrix_size, [tensor.rows(start, stop) for tensor in tensors]
 
 
 def _is_cut_anywhere(tensor: TensorInfo) -> bool:
