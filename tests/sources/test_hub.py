@@ -122,7 +122,7 @@ def test_offline_nobody_is_asked(
 
 
 def test_offline_and_not_cached(hub: Hub, where: SourceOptions, monkeypatch: pytest.MonkeyPatch):
-    asked = r"1\.0: not in the cache, and the hub may not be asked \({}\); run once without that"
+    asked = r"1\.0: not in the cache; run once without {}, to download it"
     with pytest.raises(SourceError, match=asked.format("--local-files-only")):
         open_source(REPO, SourceOptions(cache_dir=where.cache_dir, local_files_only=True))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

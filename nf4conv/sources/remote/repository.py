@@ -113,10 +113,7 @@ class Repository:
             )
         except errors.LocalEntryNotFoundError as error:
             revision = f" at {where.revision}" if where.revision else ""
-            raise SourceError(
-                f"{self.repo}{revision}: not in the cache, and the hub may not be asked "
-                f"({self._why_offline()}); run once without that, to download it"
-            ) from error
+            raise self._not_there(f"{self.repo}{revision}: not in the cache") from error
         folder = Path(found)
         self.commit = folder.name
         for path in folder.rglob("*"):
@@ -125,8 +122,10 @@ class Repository:
                 self.files[name] = RemoteFile(name, 0, None)
         self._snapshot = folder
 
-    def _why_offline(self) -> str:
-        return "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "--local-files-only"
+    def _not_there(self, what: str) -> SourceError:
+        """Returns the error of what is not in the cache."""
+        why = "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "--local-files-only"
+        return SourceError(f"{what}; run once without {why}, to download it")
 
     def fetch(self, names: Sequence[str], *, notes_commit: bool = False) -> Path:
         """Fetches files into the cache, and checks what is new; returns the folder in which they
@@ -136,7 +135,11 @@ class Repository:
         would not be found offline. Raises a SourceError if the revision has moved meanwhile.
         """
         if self.is_offline:
-            self._require_content(names)
+            for name in sorted(names):
+                path = self._snapshot / name
+                # it would pass for one that the repository lacks, and the result would lack it, too
+                if path.is_symlink() and not path.exists():
+                    raise self._not_there(f"{path}: its content is not in the cache any more")
             return self._snapshot
         revision = (self._where.revision or "main") if notes_commit else self.commit
         # a name that the repository lacks fetches nothing
@@ -158,21 +161,6 @@ class Repository:
         with explained(self.repo):
             each(self.download, new)  # checks what is there, and fetches what is damaged
         return folder
-
-    def _require_content(self, names: Sequence[str]) -> None:
-        """Raises a SourceError if a file in the cache is no more than a name.
-
-        Files are links to blobs. One whose blob was removed would pass for one that the repository
-        lacks, and the result would lack it, too.
-        """
-        for name in sorted(names):
-            path = self._snapshot / name
-            if path.is_symlink() and not path.exists():
-                raise SourceError(
-                    f"{path}: its content is not in the cache any more; run once without "
-                    f"{self._why_offline()}, to download it",
-                    path=path,
-                )
 
     def _has(self, name: str) -> bool:
         """Returns True if the cache has a file of the commit."""
