@@ -26,7 +26,7 @@ from nf4conv.options import RunOptions, WritingOptions
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.parts import plan_part
 from nf4conv.report.advice import tell_what_is_read
-from nf4conv.report.results import RunReport, VerificationSummary, sum_of_seconds
+from nf4conv.report.results import RunReport, VerificationSummary, used_by
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.device.on_driver.driver import bus_id, device_count
 from nf4conv.sources.record import read_record
@@ -155,12 +155,10 @@ def _joined(whole: RunReport, runs: list[RunReport], elapsed: float, seconds: fl
         already_complete=all(run.already_complete for run in runs),
         device=", ".join(sorted({run.device for run in runs})),
         seconds=seconds,
-        seconds_by_activity=sum_of_seconds(runs),
         shards_resumed=sum(run.shards_resumed for run in runs),
         pipeline_seconds=elapsed,
         host_baseline_bytes=max(run.host_baseline_bytes for run in runs),
-        host_peak_bytes=max(run.host_peak_bytes for run in runs),
-        device_peak_bytes=max(run.device_peak_bytes for run in runs),
+        **used_by(runs),
     )
 
 

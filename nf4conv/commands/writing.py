@@ -29,7 +29,7 @@ from nf4conv.plan.rows import summed
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.advice import tell_what_is_read
 from nf4conv.report.loading import loading_of_plan, push_command
-from nf4conv.report.results import PlanReport, RunReport, VerificationSummary, sum_of_seconds
+from nf4conv.report.results import PlanReport, RunReport, VerificationSummary, used_by
 from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
 from nf4conv.run.filling import Card
@@ -261,29 +261,19 @@ def _joined(plan: DiffusersPlan, out: Path, runs: Sequence[RunReport]) -> RunRep
     shards_resumed = 0
     for run, part in zip(runs, plan.parts, strict=True):
         shards_resumed += len(part.output.shards) if run.already_complete else run.shards_resumed
-    size = sum(run.totals.bytes_after for run in runs)
+    # none if this run has not verified all submodels
+    verified = [run.verification for run in runs if run.verification and not run.already_complete]
+    is_verified = len(verified) == len(runs)
     return replace(
         next((run for run in runs if not run.already_complete), runs[0]),
         out=str(out),
-        totals=replace(plan.totals(), bytes_after=size),
+        totals=replace(plan.totals(), bytes_after=sum(run.totals.bytes_after for run in runs)),
         pipeline_seconds=sum(run.pipeline_seconds for run in runs),
-        seconds_by_activity=sum_of_seconds(runs),
-        host_peak_bytes=max(run.host_peak_bytes for run in runs),
-        device_peak_bytes=max(run.device_peak_bytes for run in runs),
         shards_resumed=shards_resumed,
         notes=plan.notes,
-        verification=_verification(runs),
+        verification=VerificationSummary.sum_up(verified) if is_verified else None,
+        **used_by(runs),
     )
-
-
-def _verification(runs: Sequence[RunReport]) -> VerificationSummary | None:
-    """Sums up all submodels; None if this run has not verified them."""
-    parts = []
-    for run in runs:
-        if run.verification is None or run.already_complete:
-            return None
-        parts.append(run.verification)
-    return VerificationSummary.sum_up(parts)
 
 
 # --- uploading ----------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ import jinja2
 from nf4conv.format.units import size
 from nf4conv.output.writer import write_result
 from nf4conv.plan.rows import KindRow, TensorRow, distance, kind_of
-from nf4conv.report.results import VerifyReport, grouped, where
+from nf4conv.report.results import VerifyReport, folder_name, grouped, where
 from nf4conv.report.text.terminal import count_cell, error_cell, printable
-from nf4conv.sources.record import name_of
 from nf4conv.version import __version__
 
 _MOST_LINES: Final = 100  # of a group of findings
@@ -93,9 +92,3 @@ def _place(error: float, scale: float) -> int:
     """Returns where an error stands in a picture; NaN and all beyond the scale at its end."""
     share = error / scale
     return round(_WIDTH * share) if share < 1 else _WIDTH - 4
-
-
-def folder_name(place: str) -> str:
-    """Returns the name of a folder without its path. A name on the Hub stays as it is."""
-    path = Path(place)
-    return name_of(path) if path.is_absolute() or path.exists() else place

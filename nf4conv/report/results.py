@@ -1,8 +1,10 @@
 """The results of all commands. docs/generate.py describes them by the `Attributes` below."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from nf4conv.check.structure import Finding
@@ -17,6 +19,7 @@ from nf4conv.plan.rows import (
     kind_of,
     summed,
 )
+from nf4conv.sources.record import name_of
 
 _NUMBERS: Final = re.compile(r"\d[\d.,]*")
 
@@ -143,13 +146,16 @@ class RunReport:
     pushed: str | None = None
 
 
-def sum_of_seconds(runs: Sequence[RunReport]) -> dict[str, float]:
-    """Returns the seconds that all runs have spent, by activity."""
-    seconds: dict[str, float] = {}
+def used_by(runs: Sequence[RunReport]) -> dict[str, Any]:
+    """Returns the seconds and the memory that several runs took, by the fields of a report."""
+    seconds: Counter[str] = Counter()
     for run in runs:
-        for activity, spent in run.seconds_by_activity.items():
-            seconds[activity] = seconds.get(activity, 0.0) + spent
-    return seconds
+        seconds.update(run.seconds_by_activity)
+    return {
+        "seconds_by_activity": dict(seconds),
+        "host_peak_bytes": max(run.host_peak_bytes for run in runs),
+        "device_peak_bytes": max(run.device_peak_bytes for run in runs),
+    }
 
 
 def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
@@ -167,6 +173,12 @@ def where(finding: Finding) -> str:
     """Returns the kind of modules that a finding is about, or its file."""
     weight, _ = split_component(finding.tensor)
     return kind_of(weight) if weight else finding.file
+
+
+def folder_name(place: str) -> str:
+    """Returns the name of a folder without its path. A name on the Hub stays as it is."""
+    path = Path(place)
+    return name_of(path) if path.is_absolute() or path.exists() else place
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from nf4conv.check.structure import Finding
 from nf4conv.format.units import duration, size
 from nf4conv.plan.rows import TensorRow, distance
 from nf4conv.plan.writing import NO_CONFIG
-from nf4conv.report.page import folder_name
 from nf4conv.report.results import (
     Environment,
     Evaluations,
@@ -16,6 +15,7 @@ from nf4conv.report.results import (
     PlanReport,
     RunReport,
     VerifyReport,
+    folder_name,
     grouped,
 )
 from nf4conv.report.text.terminal import count_cell, error_cell, printable, shortened, table
