@@ -56,7 +56,7 @@ class Option:
     needs: str = ""  # the option without which this one has no effect
     least: int = 0  # of a number
     most: float = math.inf
-    check: Callable[[str], bool] | None = None  # returns True for a text that it may have
+    check: Callable[[str], object] | None = None  # returns something true for a text that fits
     expected: str = ""  # those texts, in words
     is_size: bool = False  # the command line reads a number of bytes with a unit
     in_python: bool = False  # only callers in Python can give it
@@ -169,7 +169,7 @@ def _expected(option: Option, value: Any) -> str:
         end = "on" if math.isinf(option.most) else f"to {option.most:.0f}"
         expected = f"{noun} from {option.least} {end}"
     else:
-        fits = option.check is None or (isinstance(value, str) and option.check(value))
+        fits = option.check is None or (isinstance(value, str) and bool(option.check(value)))
     return "" if fits else expected
 
 

@@ -24,11 +24,6 @@ DTYPES: Final = get_args(Dtype)
 _SHARD_SIZE: Final = "Make no file larger. Several are written at a time."
 
 
-def _is_device(name: str) -> bool:
-    """Returns True for the name of a device. A list of GPUs is checked where these are known."""
-    return "," in name or re.fullmatch(r"auto|cpu|cuda(:\d+|:all)?", name) is not None
-
-
 def _is_part(part: str) -> bool:
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
     return match is not None and 1 <= int(match[1]) <= int(match[2])
@@ -36,7 +31,9 @@ def _is_part(part: str) -> bool:
 
 def _device(text: str, group: str = "") -> Any:
     expected = "auto, cpu, cuda or cuda:N (cuda is an NVIDIA GPU; anywhere else, cpu is the one)"
-    return option(text, default="auto", group=group, check=_is_device, expected=expected)
+    # a list of GPUs is checked where these are known
+    fits = re.compile(r"auto|cpu|cuda(:\d+|:all)?|.*,.*").fullmatch
+    return option(text, default="auto", group=group, check=fits, expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True)
