@@ -5,6 +5,7 @@ So all that is left to do is to store them as such, and to take the quantization
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +13,7 @@ from typing import Any, Final
 from nf4conv.choose.evidence import Evidence
 from nf4conv.choose.experts import check_layers
 from nf4conv.choose.formats import dominant_dtype
-from nf4conv.errors import PlanError
+from nf4conv.errors import PlanError, UndecodableError
 from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
 from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype, plain_config, without_quantization
@@ -25,7 +26,7 @@ from nf4conv.plan.writing import WritingPlan, notes_on_files, plan_unchanged
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
-from nf4conv.sources.opening import open_readable
+from nf4conv.sources.opening import open_stored, present_encoded
 from nf4conv.sources.original_card import read_front_matter
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
@@ -59,7 +60,9 @@ def plan_submodel(
     place: str | Path, options: DequantizeOptions, where: SourceOptions
 ) -> WritingPlan:
     """Plans a submodel; keeps its tensors as they are if nothing in it is decoded."""
-    opened = open_readable(place, where)
+    opened = open_stored(place, where)
+    with suppress(UndecodableError):
+        opened = present_encoded(opened)
     if any(tensor.is_quantized for tensor in opened.tensors):
         return _plan_source(place, opened, options)
     return plan_unchanged(opened, options)

@@ -6,7 +6,7 @@ are, because a VAE in 4 bits saves little and is seen in the image.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -117,13 +117,13 @@ def _open_repository(repo: str, where: SourceOptions) -> DiffusersFolder:
 
 
 def _describe(
-    folder: Path, place: str, where: SourceOptions, names: Iterable[str]
+    folder: Path, place: str, where: SourceOptions, names: Collection[str]
 ) -> DiffusersFolder:
     """Returns what a pipeline consists of, given the names of its files relative to the folder. Its
     submodels are opened from `place`; `where` opened the pipeline.
     """
     index = folder / MODEL_INDEX
-    at_top, below = _by_folder(names)
+    at_top = [name for name in names if "/" not in name]
     files = [path for path in auxiliary_names(at_top) if path.name != MODEL_INDEX]
     submodels: dict[str, SourceOptions] = {}
     for part, value in read_json(index).items():
@@ -131,8 +131,8 @@ def _describe(
         is_pair = isinstance(value, list) and len(value) == 2
         if not is_pair or not isinstance(value[1], str):
             continue
-        own = below.get(part)
-        if own is None:
+        own = [name.removeprefix(f"{part}/") for name in names if name.startswith(f"{part}/")]
+        if not own:
             raise SourceError(
                 f"{index}: {part}: there is no such folder; the download is incomplete", path=index
             )
@@ -150,19 +150,6 @@ def _describe(
     if not submodels:
         raise SourceError(f"{index}: no part of this diffusers pipeline has weights", path=index)
     return DiffusersFolder(folder, place, submodels, tuple(files))
-
-
-def _by_folder(names: Iterable[str]) -> tuple[list[str], Mapping[str, list[str]]]:
-    """Divides files into those at the top, and those in each folder, relative to it."""
-    at_top = []
-    below: dict[str, list[str]] = {}
-    for name in names:
-        folder, _, rest = name.partition("/")
-        if rest:
-            below.setdefault(folder, []).append(rest)
-        else:
-            at_top.append(name)
-    return at_top, below
 
 
 def _require_no_model(folder: Path, names: Collection[str], class_name: str) -> None:

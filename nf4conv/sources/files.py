@@ -92,9 +92,10 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
         )
     if pickled is None:
         kind = "" if variant is None else f" of the variant {variant}"
+        has_gguf = any(name.endswith(".gguf") for name in names)
+        hint = "; it has GGUF files: name one, --gguf-file NAME" if has_gguf else ""
         raise SourceError(
-            f"{where}: neither safetensors weights nor a pytorch_model.bin{kind} in "
-            f"it{_what_else(names, variant)}"
+            f"{where}: neither safetensors weights nor a pytorch_model.bin{kind} in it{hint}"
         )
     return pickled
 
@@ -123,15 +124,6 @@ def _named(
         of_older_diffusers = f"{stem}.{suffix}{infix}.index.json"
         if of_older_diffusers != index and of_older_diffusers in names:
             yield WeightFile(of_older_diffusers, True, called)
-
-
-def _what_else(names: Collection[str], variant: str | None) -> str:
-    """Returns what to add to the error of a folder without weights."""
-    if variant is not None and any(name.endswith(".safetensors") for name in names):
-        return "; without --variant there are weights"
-    if any(name.endswith(".gguf") for name in names):
-        return "; it has GGUF files: name one, --gguf-file NAME"
-    return ""
 
 
 def read_index(index: Path) -> dict[str, Any]:

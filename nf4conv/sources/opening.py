@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
-from nf4conv.errors import SourceError, UndecodableError
+from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.files import (
     ADAPTER_CONFIG,
@@ -84,18 +84,6 @@ def _exported(opened: Source) -> Mapping[str, Any]:
             content = read_json(require_own(file, opened.root))
             return {"quantization": {"quant_method": method, **content}}
     return {}
-
-
-def open_readable(source: str | Path, where: SourceOptions | None = None) -> Source:
-    """Opens a checkpoint that may stay as it is, such as a submodel of a diffusers pipeline.
-
-    Its encoded tensors are presented as by `open_source` if nf4conv decodes them, otherwise as they
-    are stored.
-    """
-    try:
-        return open_source(source, where)
-    except UndecodableError:
-        return open_stored(source, where)
 
 
 def open_stored(source: str | Path, where: SourceOptions | None = None) -> Source:

@@ -229,9 +229,8 @@ def read_bytes(tensor: TensorInfo) -> bytes:
         raise SourceError.about(
             tensor.file, tensor.name, f"{tensor.nbytes:,} bytes, too many for what it is"
         )
-    with named(tensor.file, SourceError), tensor.file.open("rb") as file:
-        file.seek(tensor.start)
-        return file.read(tensor.nbytes)
+    with bytes_of(tensor.file) as file:
+        return file.read(tensor.start, tensor.stop)
 
 
 def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:

@@ -10,14 +10,13 @@ files are on disk, the one being fetched included. Bytes of a file that is not t
 read, such as a scale in another file than its weight, are asked for by range.
 """
 
-import errno
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-from nf4conv.errors import OutputError, SourceError
+from nf4conv.errors import SourceError
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.remote.asking import explained
 from nf4conv.sources.remote.repository import (
@@ -30,8 +29,6 @@ from nf4conv.sources.remote.repository import (
 from nf4conv.system.background import Background, outlast
 
 FILES_ON_DISK: Final = 2  # the one being read and the one being fetched
-
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without room
 
 
 class RemoteReader(Reader):
@@ -109,7 +106,7 @@ class ShardStream(RemoteReader):
 
     def wait_for(self, path: Path) -> None:
         """Waits until a file can be read; raises a SourceError if it could not be fetched, or is no
-        longer wanted, and an OutputError if there is no room for it.
+        longer wanted.
         """
         with self._changed:
             while path in self._fetched and path not in self._ready:
@@ -150,11 +147,14 @@ class ShardStream(RemoteReader):
 
     def _fetch_all(self) -> None:
         """Fetches file after file as there is room; runs in a thread of its own."""
+        options = {"local_dir": self._folder, **stoppable(self._go_on)}
         try:
             for path in self._needed:
                 if not self._wait_for_room(path):
                     return
-                local = self._fetch(self._absent[path])
+                file = self._absent[path]
+                with explained(f"{self._repository.repo}/{file.name}"):
+                    local = self._repository.download(file, self._pause, **options)
                 with self._changed:
                     self._ready[path] = local
                     self._drop_if_done(path)
@@ -173,20 +173,6 @@ class ShardStream(RemoteReader):
                 return False
             self._on_disk.add(path)
             return True
-
-    def _fetch(self, file: RemoteFile) -> Path:
-        """Fetches a file, and turns whatever goes wrong into an error of nf4conv."""
-        where = f"{self._repository.repo}/{file.name}"
-        options = {"local_dir": self._folder, **stoppable(self._go_on)}
-        try:
-            with explained(where):
-                return self._repository.download(file, self._pause, **options)
-        except SourceError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
-                raise OutputError(
-                    f"{self._folder}: no room for {where}, {file.size:,} bytes"
-                ) from error
-            raise
 
     def _pause(self, seconds: float) -> None:
         self._stopped.wait(seconds)
