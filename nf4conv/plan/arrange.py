@@ -21,7 +21,7 @@ from typing import Final
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import DTYPE_NAMES, FLOAT_TAGS, TAGS
-from nf4conv.format.layout import Format
+from nf4conv.format.layout import Format, split_component
 from nf4conv.plan.jobs import (
     ALIGNMENTS,
     CopyJob,
@@ -108,15 +108,12 @@ def _check_names(jobs: Sequence[Job]) -> None:
                 job.source.file, job.name, "two output tensors would have this name"
             )
     for name, job in seen.items():
-        weight, found, suffix = name.rpartition(".weight.")
-        if not found:
+        if ".weight." not in name:
             continue
-        packed = seen.get(f"{weight}.weight")
-        if isinstance(packed, PackJob) and suffix in [part.suffix for part in packed.components]:
-            raise PlanError(
-                f"{job.source.file}: {name}: a tensor of the packed {packed.name} would have this "
-                f"name",
-                path=job.source.file,
+        weight, _ = split_component(name)
+        if weight != name and isinstance(seen.get(weight), PackJob):
+            raise PlanError.about(
+                job.source.file, name, f"a tensor of the packed {weight} would have this name"
             )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from nf4conv.choose.evidence import Evidence
 from nf4conv.choose.experts import check_layers
@@ -31,11 +31,6 @@ from nf4conv.sources.original_card import read_front_matter
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.machine import uncollected
-
-_KEPT: Final = "not quantized"
-_MERGED: Final = "merged with an adapter"
-_DECODED: Final = "decoded"
-_STACKED: Final = "decoded, and stacked as its family stores experts"
 
 
 @uncollected()
@@ -138,10 +133,10 @@ def _output_dtype(tensor: TensorInfo, evidence: Evidence, options: DequantizeOpt
 def _decode_or_keep(tensor: TensorInfo, dtype: str) -> CopyJob:
     """Returns the job of a tensor."""
     if tensor.encoding is None:
-        return CopyJob(tensor, dtype, _KEPT)
-    reason = _DECODED if tensor.unmerged is tensor else _MERGED
+        return CopyJob(tensor, dtype, "not quantized")
+    reason = "decoded" if tensor.unmerged is tensor else "merged with an adapter"
     if isinstance(tensor.encoding, StackedExperts):
-        reason = _STACKED
+        reason = "decoded, and stacked as its family stores experts"
     # decoded to what it is stored in, not by way of another dtype, which would round twice
     if dtype != tensor.dtype:
         tensor = tensor._replace(dtype=dtype)

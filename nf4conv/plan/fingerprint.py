@@ -21,7 +21,7 @@ from nf4conv.version import __version__
 
 def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
     """Returns whatever decides the bytes of a result, as JSON values."""
-    return {
+    found = {
         "command": plan.command,
         "version": __version__,
         "torch": version("torch"),
@@ -31,18 +31,12 @@ def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
         "source config": plan.source.config,
         "adapters": [[str(adapter), adapter.config] for adapter in plan.source.adapters],
         **named_options(plan.options),
-        **_calibration_of(plan),
         "plan": plan_fingerprint(plan.whole),
     }
-
-
-def _calibration_of(plan: WritingPlan) -> dict[str, Any]:
-    if plan.calibration is None:
-        return {}
-    return {
-        "calibration": plan.calibration.described,
-        "transformers": plan.calibration.transformers,
-    }
+    if plan.calibration is not None:
+        found["calibration"] = plan.calibration.described
+        found["transformers"] = plan.calibration.transformers
+    return found
 
 
 def named_options(options: WritingOptions) -> dict[str, Any]:

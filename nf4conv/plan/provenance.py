@@ -5,7 +5,7 @@ that stays as it is has the scales that it had before, whatever was asked for.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -85,34 +85,20 @@ def groups_of(weights: Mapping[str, Provenance]) -> list[dict[str, Any]]:
     names: defaultdict[Provenance, list[str]] = defaultdict(list)
     for name, provenance in weights.items():
         names[provenance].append(name)
-    sizes = Counter({provenance: len(members) for provenance, members in names.items()})
-    in_order = sorted(names, key=lambda provenance: (-sizes[provenance], str(provenance)))
-    groups = [{**provenance.described(), "count": sizes[provenance]} for provenance in in_order]
-    if len(groups) > 1:
-        shared = _shared_patterns(names.values())
-        for group, provenance in zip(groups[1:], in_order[1:], strict=True):
-            group["names"] = _patterns(names[provenance], shared)
+    in_order = sorted(names, key=lambda one: (-len(names[one]), str(one)))
+    groups = [{**one.described(), "count": len(names[one])} for one in in_order]
+    if len(groups) < 2:
+        return groups
+    owners: defaultdict[str, set[Provenance]] = defaultdict(set)
+    for name, provenance in weights.items():
+        owners[any_number(name)].add(provenance)
+    for group, provenance in zip(groups[1:], in_order[1:], strict=True):
+        found = set()
+        for name in names[provenance]:
+            pattern = any_number(name)  # "*" stands for numbers, unless it is ambiguous
+            found.add(pattern if len(owners[pattern]) == 1 else name)
+        group["names"] = sorted(found)
     return groups
-
-
-def _shared_patterns(groups: Iterable[Sequence[str]]) -> set[str]:
-    """Returns the patterns that match weights of several groups: names with "*" for numbers."""
-    seen: set[str] = set()
-    shared: set[str] = set()
-    for group in groups:
-        patterns = {any_number(name) for name in group}
-        shared |= patterns & seen
-        seen |= patterns
-    return shared
-
-
-def _patterns(names: Sequence[str], shared: set[str]) -> list[str]:
-    """Returns patterns that stand for weights: "*" stands for numbers, unless it is ambiguous."""
-    found: dict[str, None] = {}
-    for name in names:
-        pattern = any_number(name)
-        found[name if pattern in shared else pattern] = None
-    return sorted(found)
 
 
 def not_packed(plan: Plan, weights: Mapping[str, Provenance]) -> Iterator[CopyJob]:
