@@ -30,14 +30,6 @@ Decisions: TypeAlias = Mapping[str, Pack | Keep]
 """Maps the name of each tensor to the decision about it."""
 
 
-class _Sizes(NamedTuple):
-    """The sizes that all stacks of a layer share. They are only compared with each other."""
-
-    experts: int
-    inner: int  # width between the projections
-    outer: int  # width of the model
-
-
 @dataclass(frozen=True)
 class Experts:
     """Knows the experts of a checkpoint.
@@ -161,13 +153,15 @@ def _stacks_of(tensors: Sequence[TensorInfo], config: Config) -> dict[str, Found
 # --- stacks ---------------------------------------------------------------------------------------
 
 
-def _sizes_of(tensor: TensorInfo, found: FoundStack, is_transposed: bool) -> _Sizes:
-    """Returns the sizes that a stack has if its matrices are stored in this orientation."""
+def _sizes_of(tensor: TensorInfo, found: FoundStack, is_transposed: bool) -> tuple[int, int, int]:
+    """Returns the sizes that all stacks of a layer share, if it is stored in this orientation: the
+    experts, the width between the projections, and that of the model.
+    """
     experts, rows, columns = tensor.shape
     outputs, inputs = (columns, rows) if is_transposed else (rows, columns)
     if found.stack.projections == DOWN:
-        return _Sizes(experts, inner=inputs, outer=outputs)
-    return _Sizes(experts, inner=outputs // len(found.stack.projections), outer=inputs)
+        return experts, inputs, outputs
+    return experts, outputs // len(found.stack.projections), inputs
 
 
 def _cut_stack(

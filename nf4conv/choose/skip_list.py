@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final
 
 from nf4conv.choose.loader_rules import is_name
 from nf4conv.errors import PlanError
@@ -22,18 +22,6 @@ _DECODERS: Final = ("model", "transformer")
 
 _FUSED: Final = {**dict.fromkeys(QKV, "qkv_proj"), **dict.fromkeys(GATE_UP, "gate_up_proj")}
 """The modules that vLLM and SGLang merge into one. They look for its name in the list."""
-
-
-class SkipList(NamedTuple):
-    """Holds a list of modules to skip.
-
-    Attributes:
-        entries: the list, in natural order.
-        mistaken: packed modules that a loader would nevertheless take for skipped.
-    """
-
-    entries: tuple[str, ...]
-    mistaken: frozenset[str]
 
 
 class Paths:
@@ -122,8 +110,11 @@ def _fused_path(path: str) -> str | None:
 
 def build_skip_modules(
     packed: Iterable[str], kept: Iterable[str], absent: Iterable[str] = ADDED
-) -> SkipList:
+) -> tuple[tuple[str, ...], frozenset[str]]:
     """Builds the shortest list of full paths that covers every kept module.
+
+    Returns it in natural order ("layers.2" before "layers.10"), and the packed modules that a
+    loader would nevertheless take for skipped.
 
     If possible it covers no packed one. A kept module is named by the highest module above it that
     has nothing packed below. Where a loader's rule would see a packed module in that name, the kept
@@ -146,7 +137,7 @@ def build_skip_modules(
             mistaken.update(paths.hit_by(module))
     if not mistaken:
         entries |= without_base(entries, paths, kept)
-    return SkipList(_in_order(entries), frozenset(mistaken))
+    return tuple(sorted(entries, key=_natural_order)), frozenset(mistaken)
 
 
 def _is_too_wide(entry: str, packed: Paths) -> bool:
@@ -209,11 +200,6 @@ def _check_names(entries: Iterable[str]) -> None:
             f"llm_int8_skip_modules cannot name {shown}: "
             "transformers 5 takes it for a regular expression"
         )
-
-
-def _in_order(entries: Iterable[str]) -> tuple[str, ...]:
-    """Returns entries in natural order: "layers.2" before "layers.10"."""
-    return tuple(sorted(entries, key=_natural_order))
 
 
 def _natural_order(entry: str) -> tuple[list[tuple[int, int, str]], str]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
 
@@ -47,13 +47,6 @@ commit before it answers.
 _LOGIN: Final = "; log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
-class _FileToUpload(NamedTuple):
-    """Names a finished file, which can be uploaded."""
-
-    name: str  # in the repository
-    path: Path  # on this disk
-
-
 class Push:
     """Fills a model repository in the background; use it as a context manager.
 
@@ -73,8 +66,8 @@ class Push:
         self.repo = repo
         self._api = HfApi(token=token, library_name=LIBRARY)
         _limit_silence(get_session(), _SILENCE * timeout())
-        # files to upload; None ends the uploads
-        self._queue: SimpleQueue[_FileToUpload | None] = SimpleQueue()
+        # finished files to upload, with their names in the repository; None ends the uploads
+        self._queue: SimpleQueue[tuple[str, Path] | None] = SimpleQueue()
         self._uploaded: dict[str, CommitOperationAdd] = {}
         # what ended the uploads
         self._error: Exception | None = None
@@ -122,7 +115,7 @@ class Push:
 
     def offer(self, name: str, path: Path) -> None:
         """Uploads a finished file in the background. May be called from any thread."""
-        self._queue.put(_FileToUpload(name, path))
+        self._queue.put((name, path))
 
     def commit(self, folder: Path, message: str) -> str:
         """Makes the files of a folder a model, once those that were offered are uploaded."""
@@ -163,17 +156,17 @@ class Push:
                 file = self._queue.get()
                 if file is None or self._stopped.is_set():
                     return
-                self._upload(file)
+                self._upload(*file)
         except Exception as error:  # noqa: BLE001 - raised again by `commit`
             self._error = error
 
-    def _upload(self, file: _FileToUpload) -> None:
+    def _upload(self, name: str, path: Path) -> None:
         def upload() -> CommitOperationAdd:
-            addition = CommitOperationAdd(file.name, file.path)
+            addition = CommitOperationAdd(name, path)
             self._api.preupload_lfs_files(self.repo, [addition])
             return addition
 
-        self._uploaded[file.name] = patiently(upload, self._pause)
+        self._uploaded[name] = patiently(upload, self._pause)
 
     def _pause(self, seconds: float) -> None:
         if self._stopped.wait(seconds):
