@@ -258,9 +258,8 @@ def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
     named: dict[str, torch.Tensor] = {}
     for key, tensor in parts.items():
-        # "nested_absmax" does not end in ".absmax", so a suffix is unambiguous
-        suffix = next((one for one in COMPONENT_SUFFIXES if f".{key}".endswith(f".{one}")), None)
-        if suffix is None:
+        _, suffix = layout.split_component(f".{key}")
+        if suffix not in COMPONENT_SUFFIXES:
             raise CodecError(
                 f"{key}: not a component of a 4-bit weight; "
                 f"expected {', '.join(COMPONENT_SUFFIXES)}"

@@ -81,13 +81,10 @@ def magnitude(x):
 
 
 @triton.jit
-def lane_entry(address, PTX: tl.constexpr):
-    """Loads one entry for each lane, int32, of a table of 32 words, for shuffles to look up.
-
-    Every element of `address`, int64, is the table's. PTX must be true: the interpreter has no
-    lanes.
+def lane_entry(table_ptr, elements):
+    """Loads one entry for each lane, int32, of a table of 32 words, for shuffles to look up; in the
+    shape of `elements`. Only with inline assembly: the interpreter has no lanes.
     """
-    tl.static_assert(PTX)
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 lane;
@@ -97,7 +94,7 @@ def lane_entry(address, PTX: tl.constexpr):
         ld.global.nc.b32 $0, [entry];
         }""",
         "=r,l",
-        [address],
+        [tl.zeros(elements.shape, tl.int64) + table_ptr.to(tl.int64)],
         dtype=tl.int32,
         is_pure=True,
         pack=1,
@@ -111,11 +108,10 @@ def lookup(table_ptr, index, PTX: tl.constexpr):
     The index is int32, of at least one element for each lane.
     """
     if PTX:
-        entry = lane_entry(tl.zeros(index.shape, tl.int64) + table_ptr.to(tl.int64), True)
         return tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
             "=r,r,r",
-            [entry, index],
+            [lane_entry(table_ptr, index), index],
             dtype=tl.int32,
             is_pure=True,
             pack=1,

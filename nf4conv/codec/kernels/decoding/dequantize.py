@@ -194,12 +194,6 @@ def load_absmax(
 
 
 @triton.jit
-def lane_values(table_ptr, words):
-    """Returns the entry of a lane of the table, of the shape of words."""
-    return lane_entry(tl.zeros(words.shape, tl.int64) + table_ptr.to(tl.int64), True)
-
-
-@triton.jit
 def shuffled_values(words, scale, table_ptr, DTYPE: tl.constexpr):
     """Decodes slots by shuffles.
 
@@ -210,7 +204,7 @@ def shuffled_values(words, scale, table_ptr, DTYPE: tl.constexpr):
     w0, w1, w2, w3 = tl.inline_asm_elementwise(
         decode_assembly(DTYPE),
         "=r,=r,=r,=r,r,f,r",
-        [words, scale, lane_values(table_ptr, words)],
+        [words, scale, lane_entry(table_ptr, words)],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
         pack=1,
@@ -238,7 +232,7 @@ def tile_values(words, scale, value, table_ptr, PTX: tl.constexpr):
     """Decodes words that stand in rows.
 
     words: [ROWS, WORDS] int32, eight codes each. scale: [ROWS, CHUNKS] float32, absmax of as many
-    words each as there are for a chunk. value: lane_values, read with PTX.
+    words each as there are for a chunk. value: lane_entry of the table, read with PTX.
 
     Returns the elements, [ROWS, 8 · WORDS] float32.
     """

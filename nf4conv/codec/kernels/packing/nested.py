@@ -111,10 +111,9 @@ def _compress_tile(
 @triton.jit
 def _bisect(quotient, middle_ptr):
     """Returns the codes of quotients, int32, by shuffles; middle_ptr is tables.middle_table."""
-    table = tl.zeros(quotient.shape, tl.int64) + middle_ptr.to(tl.int64)
     rows = ()  # a tuple that grows, which the compiler unrolls
     for row in tl.static_range(8):
-        rows = rows + (lane_entry(table + 128 * row, True),)  # type: ignore[assignment]
+        rows = rows + (lane_entry(middle_ptr + 32 * row, quotient),)  # type: ignore[assignment]
     return tl.inline_asm_elementwise(
         bisect_assembly(),
         "=r,f,r,r,r,r,r,r,r,r",

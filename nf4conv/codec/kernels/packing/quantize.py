@@ -87,11 +87,12 @@ def quantize_tile(
     scale = tl.broadcast_to(scale[:, None], (BLOCKS, BLOCKSIZE // SLOT))
     scale = tl.reshape(scale, (SLOTS,))
     if PTX:
-        table = tl.zeros((SLOTS,), tl.int64) + table_ptr.to(tl.int64)
+        cut = lane_entry(table_ptr, scale)
+        below = lane_entry(table_ptr + 32, scale)
         codes = tl.inline_asm_elementwise(
             encode_assembly(DTYPE, IS_FP4),
             "=r,r,r,r,r,f,r,r",
-            [w0, w1, w2, w3, scale, lane_entry(table, PTX), lane_entry(table + 128, PTX)],
+            [w0, w1, w2, w3, scale, cut, below],
             dtype=tl.int32,
             is_pure=True,
             pack=1,

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import multiply
-from nf4conv.codec.kernels.decoding.dequantize import lane_values, tile_values
+from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
+from nf4conv.codec.kernels.decoding.dequantize import tile_values
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
 
@@ -63,7 +63,7 @@ def groups_kernel(
     line = tl.minimum(row, weight.rows - 1) * weight.row_step
     value = tl.zeros((ROWS, CHUNKS * 8), tl.int32)
     if PTX:
-        value = lane_values(table_ptr, value)
+        value = lane_entry(table_ptr, value)
     # weights are the left operand: a product has 64 rows of them at least, and may have few of x
     total = tl.zeros((ROWS, MEMBERS), tl.float32)
     up_total = tl.zeros((ROWS, MEMBERS), tl.float32)
