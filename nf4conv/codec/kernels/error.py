@@ -15,6 +15,7 @@ from nf4conv.codec.kernels.decoding.dequantize import load_absmax
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.slots import (
     access,
+    by_slot,
     configuration,
     halves,
     load_packed,
@@ -121,10 +122,8 @@ def error_kernel(
             codes = load_packed(packed_ptr + tile * (TILE // 2), count, SLOT, SLOTS, ACCESS)
             absmax, moved = load_absmax(state, tile * BLOCKS, count, BLOCKSIZE, BLOCKS, ACCESS, PTX)
             # of a slot: the absmax of its block, and how far nesting may have moved it
-            scale = tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT))
-            scale = tl.reshape(scale, (SLOTS,))
-            moved = tl.broadcast_to(moved[:, None], (BLOCKS, BLOCKSIZE // SLOT))
-            moved = tl.reshape(moved, (SLOTS,)) * _NESTED_ERROR
+            scale = by_slot(absmax, SLOTS)
+            moved = by_slot(moved, SLOTS) * _NESTED_ERROR
             peak = tl.zeros((SLOTS,), tl.float32)
             for parity in tl.static_range(2):
                 shift = tl.arange(0, SLOT // 2)[None, :] * 8 + (4 - 4 * parity)

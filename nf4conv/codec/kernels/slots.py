@@ -114,3 +114,21 @@ def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCE
         else:
             codes = tl.load(word_ptr, eviction_policy="evict_first")
         return codes.to(tl.int32)
+
+
+@triton.jit
+def by_slot(of_block, SLOTS: tl.constexpr):
+    """Repeats the values of blocks for their slots: [blocks] → [SLOTS]."""
+    SHAPE: tl.constexpr = (of_block.shape[0], SLOTS // of_block.shape[0])
+    return tl.reshape(tl.broadcast_to(of_block[:, None], SHAPE), (SLOTS,))
+
+
+@triton.jit
+def tile_of_program(rows, columns, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Returns the rows, [ROWS, 1], and columns, [1, COLUMNS], of a program of one matrix, `tiles`
+    for each row; and which elements there are.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row = program // tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    column = program % tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return row, column, (row < rows) & (column < columns)

@@ -25,6 +25,7 @@ from nf4conv.codec.kernels.slots import (
     FULL,
     SLOTWISE,
     access,
+    by_slot,
     configuration,
     load_packed,
 )
@@ -137,7 +138,7 @@ def dequantize_kernel(
     words = load_packed(packed_ptr + first // 2, count, SLOT, SLOTS, ACCESS)
     state = (absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr)
     absmax, _ = load_absmax(state, program * BLOCKS, count, BLOCKSIZE, BLOCKS, ACCESS, PTX)
-    scale = tl.reshape(tl.broadcast_to(absmax[:, None], (BLOCKS, BLOCKSIZE // SLOT)), (SLOTS,))
+    scale = by_slot(absmax, SLOTS)
     out_ptr += first
     if PTX and ACCESS != ELEMENTWISE:
         # decode by shuffles and store 16 bytes a thread

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import kernel
+from nf4conv.codec.kernels.slots import tile_of_program
 
 TILE_ROWS = tl.constexpr(4)  # of a program
 TILE_COLUMNS = tl.constexpr(512)  # of a program
@@ -110,10 +111,7 @@ def scaled_kernel(
         BY_127: True to multiply each product by 1 / 127 too.
         ALIGNED: True if pointers and rows are multiples of 16 values.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row = program // column_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    column = program % column_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    inside = (row < rows) & (column < columns)
+    row, column, inside = tile_of_program(rows, columns, column_tiles, TILE_ROWS, TILE_COLUMNS)
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
         values_ptr = tl.multiple_of(values_ptr, 16)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import kernel
+from nf4conv.codec.kernels.slots import tile_of_program
 from nf4conv.format.gguf import (
     BLOCK_TYPES,
     LAYOUTS,
@@ -73,10 +74,7 @@ def ggml_kernel(
         IN_HALVES: True to write each head's even rows, then its odd rows.
         SUBTRACTS_ONE: True to subtract 1 before a value is rounded.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row = program // tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    column = program % tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    inside = (row < rows) & (column < columns)
+    row, column, inside = tile_of_program(rows, columns, tiles, TILE_ROWS, TILE_COLUMNS)
     in_row = column.to(tl.int32)
     stored_row = row
     if IN_HALVES:

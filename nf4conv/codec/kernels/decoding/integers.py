@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import kernel
+from nf4conv.codec.kernels.slots import tile_of_program
 
 NUM_WARPS = 4
 
@@ -83,10 +84,7 @@ def integers_kernel(
         tiles: programs for the columns of a row.
         group_size: columns of a group, unless INDEXED.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row = program // tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    column = program % tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    inside = (row < rows) & (column < columns)
+    row, column, inside = tile_of_program(rows, columns, tiles, TILE_ROWS, TILE_COLUMNS)
     code = _code(values_ptr, row, column, values_line, inside, PACKING, BITS)
     if INDEXED:
         group = tl.load(index_ptr + column, mask=column < columns, other=0).to(tl.int64)

@@ -28,6 +28,7 @@ from nf4conv.codec.kernels.slots import (
     ELEMENTWISE,
     FULL,
     SLOTWISE,
+    by_slot,
     halves,
     load_words,
     split_words,
@@ -83,9 +84,7 @@ def quantize_tile(
         tl.store(absmax_ptr + block, absmax)
     else:
         tl.store(absmax_ptr + block, absmax, mask=block * BLOCKSIZE < count)
-    scale = reciprocal(absmax, table_ptr + _COEFFICIENTS, PTX)
-    scale = tl.broadcast_to(scale[:, None], (BLOCKS, BLOCKSIZE // SLOT))
-    scale = tl.reshape(scale, (SLOTS,))
+    scale = by_slot(reciprocal(absmax, table_ptr + _COEFFICIENTS, PTX), SLOTS)
     if PTX:
         cut = lane_entry(table_ptr, scale)
         below = lane_entry(table_ptr + 32, scale)

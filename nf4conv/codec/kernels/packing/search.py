@@ -21,7 +21,7 @@ from nf4conv.codec import search
 from nf4conv.codec.kernels.arithmetic import flush, gather, magnitude, multiply, reciprocal
 from nf4conv.codec.kernels.assembly import nearest_assembly
 from nf4conv.codec.kernels.packing.quantize import plain_code
-from nf4conv.codec.kernels.slots import FULL, SLOTWISE
+from nf4conv.codec.kernels.slots import FULL, SLOTWISE, by_slot
 from nf4conv.codec.kernels.tables import (
     SEARCH_CANDIDATES,
     SEARCH_LEVELS,
@@ -130,9 +130,8 @@ def _by_element(of_block, elements):
     """Repeats the values of blocks, [blocks], for their elements: the shape of `elements`, [groups,
     group].
     """
-    BLOCKS: tl.constexpr = of_block.shape[0]
-    of_group = tl.broadcast_to(of_block[:, None], (BLOCKS, elements.shape[0] // BLOCKS))
-    of_group = tl.reshape(of_group, (elements.shape[0],))
+    GROUPS: tl.constexpr = elements.shape[0]
+    of_group = by_slot(of_block, GROUPS)
     return tl.broadcast_to(of_group[:, None], elements.shape)
 
 
