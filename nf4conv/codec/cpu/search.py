@@ -87,7 +87,7 @@ def _by_row(sums: torch.Tensor, rows: int) -> torch.Tensor:
 
 @cache
 def _tables(quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what a position adds to the sums that reference/search.py spells out.
+    """Returns what a position adds to the sums that reference/quantize.py spells out.
 
     These are [positions, candidates] costs, the squared distances from the nearest levels; and
     [candidates · positions, 2] distances times levels, and squares of levels in 16ths; all float32.

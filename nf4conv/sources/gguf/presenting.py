@@ -178,6 +178,4 @@ def _reshaped(presented: TensorInfo, shape: str) -> TensorInfo:
 
 
 def _misfit(tensor: TensorInfo, what: str) -> SourceError:
-    return SourceError(
-        f"{tensor.file}: {tensor.name}: {what}", path=tensor.file, tensor=tensor.name
-    )
+    return SourceError.about(tensor.file, tensor.name, what)
