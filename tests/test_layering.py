@@ -215,6 +215,18 @@ def test_a_delayed_import_says_why():
     assert not [line for name in MODULES if name for line in unexplained(name)]
 
 
+def test_every_module_is_used_by_another():
+    """It is imported, or named in a text for who imports it when it is needed."""
+    imported = {name for file in MODULES.values() for name in own(file)}
+    text = "\n".join(file.read_text() for file in MODULES.values())
+    unused = []
+    for name in MODULES.keys() - imported - {"", "__main__"}:
+        is_folder = MODULES[name].name == "__init__.py"
+        if not is_folder and f"nf4conv.{name}:" not in text and f'{name}"' not in text:
+            unused.append(name)
+    assert not unused
+
+
 def test_what_libraries_a_module_may_know():
     wrong = []
     for name, file in MODULES.items():

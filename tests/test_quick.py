@@ -5,11 +5,9 @@ part that you change. It is not enough before a change lands: it reads one file 
 knows one kind of model. `make test` has the rest.
 
 The weights are those of tests/golden, so what the commands write is held against bytes that
-bitsandbytes made on a GPU. The last test fails if a module of the package was never imported. It
-follows from the others, and is skipped unless all of them ran in its process.
+bitsandbytes made on a GPU.
 """
 
-import importlib
 import json
 import os
 import shutil
@@ -30,7 +28,6 @@ from nf4conv.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 1 / 0 is meant in kernels
 
-PACKAGE = Path(nf4conv.__file__).parent
 GOLDEN = Path(__file__).parent / "golden"
 
 # the recorded cases with nested scales, named blocksize-elements, and the shapes that they get here
@@ -41,33 +38,6 @@ SHAPES = {
     "1024-1535": (307, 5),
     "4096-5096": (56, 91),
 }
-
-# modules that nothing here needs to import, and why
-NEVER_IMPORTED: dict[str, str] = {}
-
-# rooms whose tests build models with transformers or compile kernels, which takes longer than all
-# of this; here each of their modules is only imported
-TESTED_ELSEWHERE = {
-    "nf4conv.calibrate": "test_calibrate.py",
-    "nf4conv.inference.experts": "test_experts.py",
-    "nf4conv.codec.finite": "test_non_finite.py",
-    "nf4conv.inference.kernels.experts": "test_experts_kernels.py",
-    "nf4conv.calibrate.rounding.kernels": "test_rounding_kernels.py",
-    "nf4conv.inference.patching": "test_patching.py",
-    "nf4conv.calibrate.rounding": "test_rounding.py",
-    "nf4conv.inference.moe": "test_moe_loader.py",
-    "nf4conv.codec.decode": "test_decode.py",
-    "nf4conv.codec.fp8": "test_encode_fp8.py",
-    "nf4conv.run.tasks.diagnose": "test_verify.py",
-}
-
-
-_begun: set[str] = set()  # functions of this file whose tests have begun in this process
-
-
-@pytest.fixture(autouse=True)
-def take_down(request: pytest.FixtureRequest) -> None:
-    _begun.add(request.function.__name__)
 
 
 def weight_name(case: str) -> str:
@@ -353,22 +323,3 @@ def test_python_m(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
         enter()
     assert left.value.code == 0
     assert capfd.readouterr().out.strip() == f"nf4conv {nf4conv.__version__}"
-
-
-def test_every_module_was_imported():
-    here = {name for name in globals() if name.startswith("test_")}
-    if here - _begun:
-        pytest.skip("not all tests of this file have run in this process")
-    never = set()
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        name = ".".join(parts).removesuffix(".__init__")
-        if name not in sys.modules and path != PACKAGE / "__main__.py":  # run by test_python_m
-            never.add(name)
-    for room, tests in TESTED_ELSEWHERE.items():
-        assert len([*Path(__file__).parent.rglob(tests)]) == 1
-        for name in sorted(never):
-            if name == room or name.startswith(f"{room}."):
-                importlib.import_module(name)
-                never.remove(name)
-    assert never == NEVER_IMPORTED.keys()

@@ -1,4 +1,4 @@
-"""Every backend against bytes recorded from bitsandbytes CUDA: tests/golden/record.py says what
+"""Every backend against bytes recorded from bitsandbytes CUDA: tests/golden/README.md says what
 they are.
 
 On a CPU the kernels run in Triton's interpreter, which truncates float32 → bfloat16: there they

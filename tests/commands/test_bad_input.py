@@ -13,6 +13,7 @@ import torch
 from checkpoints import contents, write_source
 from click.testing import Result
 from command_line import run
+from hostile import refused
 from safetensors.torch import load_file, save_file
 
 INDEX = "model.safetensors.index.json"
@@ -22,16 +23,6 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 
 def quantize(*arguments: object) -> Result:
     return run("quantize", *arguments, "--device", "cpu")
-
-
-def refused(result: Result) -> str:
-    """The one line that a refusal consists of."""
-    assert result.exit_code == 2, (result.exit_code, result.output)
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    [line] = result.stderr.splitlines()
-    assert line.startswith("Error: ")
-    return line.removeprefix("Error: ")
 
 
 def resized(name: str, change: Callable[[bytes], bytes]) -> Damage:

@@ -6,34 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 from comparing import compared
+from inputs import SOURCES
 from safetensors.torch import load_file, save_file
 
 import nf4conv
 
 CPU = {"device": "cpu", "workers": 2}
 EXACT = {"exact": True}
-INDEX = {
-    "_class_name": "FluxPipeline",
-    "transformer": ["diffusers", "FluxTransformer2DModel"],
-    "vae": ["diffusers", "AutoencoderKL"],
-}
-WEIGHTS = {
-    "transformer": {"transformer_blocks.0.attn.to_q.weight": (64, 64)},
-    "vae": {"decoder.mid_block.attentions.0.to_q.weight": (64, 64), "decoder.bias": (64,)},
-}
-CONFIGS = {
-    "transformer": {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1"},
-    "vae": {"_class_name": "AutoencoderKL", "_diffusers_version": "0.42.1"},
-}
+WEIGHT = "decoder.mid_block.attentions.0.to_q"
 
 
-def write_pipeline(folder: Path) -> Path:
-    for name, shapes in WEIGHTS.items():
-        (folder / name).mkdir(parents=True)
-        tensors = {weight: torch.randn(shape).bfloat16() for weight, shape in shapes.items()}
-        save_file(tensors, folder / name / "diffusion_pytorch_model.safetensors")
-        (folder / name / "config.json").write_text(json.dumps(CONFIGS[name]))
-    (folder / "model_index.json").write_text(json.dumps(INDEX))
+def write_pipeline(folder: Path, config: dict[str, object], vae: dict[str, torch.Tensor]) -> Path:
+    """Writes that of golden/inputs.py, with a VAE."""
+    SOURCES["pipeline"](folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index["vae"] = ["diffusers", "AutoencoderKL"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    (folder / "vae").mkdir()
+    save_file(vae, folder / "vae/diffusion_pytorch_model.safetensors")
+    (folder / "vae/config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"} | config))
     return folder
 
 
@@ -53,7 +44,8 @@ def add_to_quant_states(folder: Path, **fields: object) -> None:
     "fields", [{"nested_offset": 0.0123}, {"nested_blocksize": 64}, {"made_by": "somebody"}]
 )
 def test_a_quant_state_that_says_more_decodes_in_every_command(tmp_path, fields):
-    source = write_pipeline(tmp_path / "plain") / "transformer"
+    SOURCES["pipeline"](tmp_path / "plain")
+    source = tmp_path / "plain/transformer"
     nf4conv.quantize(source, tmp_path / "odd", double_quant=False, **CPU)
     nf4conv.dequantize(tmp_path / "odd", tmp_path / "before", **CPU)
     add_to_quant_states(tmp_path / "odd", **fields)
@@ -65,17 +57,15 @@ def test_a_quant_state_that_says_more_decodes_in_every_command(tmp_path, fields)
 
 
 def test_a_vae_in_an_unknown_quantization_stays_as_it_is_in_every_command(tmp_path):
-    plain = write_pipeline(tmp_path / "plain")
-    path = plain / "vae/diffusion_pytorch_model.safetensors"
     codes = torch.arange(64 * 16, dtype=torch.int32).reshape(64, 16)
-    weight = next(iter(WEIGHTS["vae"])).removesuffix("weight")
-    save_file({f"{weight}qweight": codes, "decoder.bias": torch.ones(64)}, path)
-    config = {**CONFIGS["vae"], "quantization_config": {"quant_method": "mystery"}}
-    (plain / "vae/config.json").write_text(json.dumps(config))
+    vae = {f"{WEIGHT}.qweight": codes, "decoder.bias": torch.ones(64)}
+    config = {"quantization_config": {"quant_method": "mystery"}}
+    plain = write_pipeline(tmp_path / "plain", config, vae)
+    path = plain / "vae/diffusion_pytorch_model.safetensors"
 
     nf4conv.quantize(plain, tmp_path / "out", **CPU)
     kept = load_file(tmp_path / "out/vae" / path.name)
-    assert torch.equal(kept[f"{weight}qweight"], codes)
+    assert torch.equal(kept[f"{WEIGHT}.qweight"], codes)
     for options in ({}, EXACT):
         found = nf4conv.verify(tmp_path / "out", source=plain, **options, **CPU)
         assert found.passed, found.verdict
@@ -83,7 +73,7 @@ def test_a_vae_in_an_unknown_quantization_stays_as_it_is_in_every_command(tmp_pa
     again = load_file(tmp_path / "again/vae" / path.name)
     assert all(torch.equal(again[name], tensor) for name, tensor in load_file(path).items())
 
-    kept[f"{weight}qweight"][3, 5] += 1
+    kept[f"{WEIGHT}.qweight"][3, 5] += 1
     save_file(kept, tmp_path / "out/vae" / path.name)
     found = nf4conv.verify(tmp_path / "out", source=plain, **CPU)
     assert not found.passed

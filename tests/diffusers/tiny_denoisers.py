@@ -219,27 +219,6 @@ def pixart() -> Denoiser:
     )
 
 
-def sana() -> Denoiser:
-    return Denoiser(
-        "SanaTransformer2DModel",
-        {
-            **HEADS,
-            "num_cross_attention_heads": 4,
-            "cross_attention_head_dim": 16,
-            "cross_attention_dim": WIDTH,
-            "caption_channels": WIDTH,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 1,
-            "sample_size": 8,
-        },
-        {"hidden_states": image(), "encoder_hidden_states": prompt(), "timestep": time()},
-        frozenset({"proj_out", "time_embed.linear"})
-        | mlp("caption_projection")
-        | mlp("time_embed.emb.timestep_embedder"),
-    )
-
-
 def qwen_image() -> Denoiser:
     return Denoiser(
         "QwenImageTransformer2DModel",
@@ -376,37 +355,6 @@ def kandinsky_5() -> Denoiser:
     )
 
 
-def krea_2() -> Denoiser:
-    return Denoiser(
-        "Krea2Transformer2DModel",
-        {
-            **HEADS,
-            "in_channels": 16,
-            "num_layers": 1,
-            "num_key_value_heads": 2,
-            "intermediate_size": 2 * WIDTH,
-            "timestep_embed_dim": WIDTH,
-            "text_hidden_dim": WIDTH,
-            "num_text_layers": 2,
-            "text_num_attention_heads": 4,
-            "text_num_key_value_heads": 4,
-            "text_intermediate_size": 2 * WIDTH,
-            "num_layerwise_text_blocks": 1,
-            "num_refiner_text_blocks": 1,
-            "axes_dims_rope": (4, 6, 6),
-        },
-        {
-            "hidden_states": noise(1, 16, 16),
-            "encoder_hidden_states": noise(1, TOKENS, 2, WIDTH),
-            "timestep": noise(1),
-            "position_ids": torch.zeros(TOKENS + 16, 3),
-        },
-        frozenset({"final_layer.linear", "img_in", "text_fusion.projector", "time_mod_proj"})
-        | mlp("time_embed")
-        | mlp("txt_in"),
-    )
-
-
 DENOISERS: Final[Mapping[str, Callable[[], Denoiser]]] = {
     make.__name__: make
     for make in (
@@ -416,12 +364,10 @@ DENOISERS: Final[Mapping[str, Callable[[], Denoiser]]] = {
         flux_2,
         stable_diffusion_3,
         pixart,
-        sana,
         qwen_image,
         hidream,
         wan,
         hunyuan_video,
         kandinsky_5,
-        krea_2,
     )
 }

@@ -32,7 +32,8 @@ def command(*arguments: object) -> Result:
 
 
 def refused(result: Result) -> str:
-    assert result.exit_code == 2, result.output
+    """Returns the one line that a refusal consists of."""
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
     [line] = result.stderr.splitlines()
     assert line.startswith("Error: ")
     return line.removeprefix("Error: ")

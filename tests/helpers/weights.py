@@ -122,39 +122,6 @@ def tie_weight(dtype: torch.dtype, blocksize: int, quant_type: str) -> torch.Ten
     return torch.cat(blocks).to(dtype)
 
 
-def short_weight(elements: int, dtype: torch.dtype, kind: str, seed: int = 7) -> torch.Tensor:
-    """Values of few bits, whose quotients lie on a cut far more often than those of random ones.
-
-    Args:
-        elements: how many.
-        dtype: of the result.
-        kind: "odd", small odd numbers times powers of two; "integers", of at most 24; "few", one of
-            five values a block of 64; "twelfths", multiples of 1/24 of a power of two, as far as
-            the dtype has them.
-        seed: of the random numbers.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers(low: int, high: int) -> torch.Tensor:
-        return torch.randint(low, high, (elements,), generator=generator).float()
-
-    if kind == "odd":
-        values = (2 * integers(-8, 8) + 1) * torch.exp2(integers(-9, -1))
-    elif kind == "integers":
-        values = integers(-24, 25)
-    elif kind == "few":
-        palette = torch.randn(-(-elements // 64), 5, generator=generator).to(dtype).float()
-        values = palette.gather(
-            1, torch.randint(5, (palette.shape[0], 64), generator=generator)
-        ).view(-1)[:elements]
-    else:
-        scales = torch.exp2(
-            torch.randint(-12, 4, (-(-elements // 64),), generator=generator).float()
-        )
-        values = integers(-24, 25) / 24 * scales.repeat_interleave(64)[:elements]
-    return values.to(dtype)
-
-
 def spread_values(count: int) -> torch.Tensor:
     """[count] float32 between 1/128 and 9/128, exact in any language, for sums whose order matters.
 
