@@ -28,14 +28,15 @@ from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.tensors import TensorInfo
 
 
-def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -> Format:
+def choose_format(source: Source, options: QuantizeOptions) -> Format:
     """Returns the format of packed weights.
 
     An option that is left open is as in the source, if that is in 4 bits, or else has its default.
     """
-    default = Format("nf4", 64, True, dtype)
-    if source is not None:
-        default = _common_format(source.tensors, source.recorded_in) or default
+    dtype = options.dtype or _dtype_of_source(source)
+    default = _common_format(source.tensors, source.recorded_in)
+    if default is None:
+        default = Format("nf4", 64, True, dtype)
     double_quant = options.double_quant
     if double_quant is None:
         double_quant = default.double_quant
@@ -51,7 +52,7 @@ def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -
     )
 
 
-def dtype_of_source(source: Source) -> str:
+def _dtype_of_source(source: Source) -> str:
     """Returns the dtype that weights are cast to before packing, and that others are stored in."""
     dtype = checkpoint_dtype(source.config or {}) or dominant_dtype(source.tensors)
     if dtype not in DTYPES:

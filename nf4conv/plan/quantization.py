@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nf4conv.choose.decisions import Pack, Selection
-from nf4conv.choose.formats import choose_format, dtype_of_source, weights_that_stay
+from nf4conv.choose.formats import choose_format, weights_that_stay
 from nf4conv.choose.selection import select
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import Format
@@ -23,7 +23,7 @@ from nf4conv.sources.source import Source
 
 def plan_source(source: Source, options: QuantizeOptions) -> WritingPlan:
     """Plans the quantization of one opened checkpoint."""
-    format = choose_format(source, options.dtype or dtype_of_source(source), options)
+    format = choose_format(source, options)
     selection = select(source.tensors, source.config or {}, options, format=format)
     if options.dtype is None:
         _check_float64(source, selection)
