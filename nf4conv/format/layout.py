@@ -123,8 +123,7 @@ class Format:
         return text
 
 
-@dataclass(frozen=True)
-class Component:
+class Component(NamedTuple):
     """One tensor that a 4-bit weight becomes on disk.
 
     Attributes:
@@ -132,16 +131,17 @@ class Component:
         dtype: safetensors' dtype tag, of STORAGE_DTYPES.
         shape: its shape. The JSON blob's is the longest that it can get: the number of decimals of
             nested_offset varies.
+        nbytes: its size.
     """
 
     suffix: str
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+def _component(suffix: str, dtype: str, *shape: int) -> Component:
+    return Component(suffix, dtype, shape, math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
 def block_count(elements: int, blocksize: int) -> int:
@@ -174,20 +174,19 @@ def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
     """Returns the tensors that a weight becomes, in the order of the module docstring."""
     elements = math.prod(shape)
     blocks = block_count(elements, format.blocksize)
-    packed_bytes = -(-elements // 2)
-    packed_shape = (8 * packed_bytes // DTYPE_BITS[format.storage_tag], 1)
-    packed = Component("", format.storage_tag, packed_shape)
-    quant_map = Component("quant_map", "F32", (len(CODEBOOKS[format.quant_type].values),))
+    tag = format.storage_tag
+    packed = _component("", tag, 8 * -(-elements // 2) // DTYPE_BITS[tag], 1)
+    quant_map = _component("quant_map", "F32", len(CODEBOOKS[format.quant_type].values))
     blob_suffix = f"{QUANT_STATE_PREFIX}{format.quant_type}"
     if not format.double_quant:
-        absmax = Component("absmax", "F32", (blocks,))
-        blob = Component(blob_suffix, "U8", (len(quant_state_json(format, shape)),))
+        absmax = _component("absmax", "F32", blocks)
+        blob = _component(blob_suffix, "U8", len(quant_state_json(format, shape)))
         return (packed, absmax, quant_map, blob)
-    absmax = Component("absmax", "U8", (blocks,))
-    nested_absmax = Component("nested_absmax", "F32", (block_count(blocks, NESTED_BLOCKSIZE),))
-    nested_quant_map = Component("nested_quant_map", "F32", (len(DYNAMIC_MAP),))
+    absmax = _component("absmax", "U8", blocks)
+    nested_absmax = _component("nested_absmax", "F32", block_count(blocks, NESTED_BLOCKSIZE))
+    nested_quant_map = _component("nested_quant_map", "F32", len(DYNAMIC_MAP))
     longest_json = quant_state_json(format, shape, _LONGEST_OFFSET)
-    blob = Component(blob_suffix, "U8", (len(longest_json),))
+    blob = _component(blob_suffix, "U8", len(longest_json))
     return (packed, absmax, quant_map, nested_absmax, nested_quant_map, blob)
 
 

@@ -155,7 +155,7 @@ def _header_size(job: Job) -> int:
 def _place(name: str, content: _Content) -> Shard:
     position = place(content.jobs)
     packed = [job for job in content.jobs if isinstance(job, PackJob)]
-    blobs_size = sum(job.footprint.sizes[-1] for job in packed)
+    blobs_size = sum(job.components[-1].nbytes for job in packed)
     header = LENGTH_BYTES + len(json.dumps({METADATA_KEY: {"format": "pt"}})) + content.header
     header += -header % 8
     return Shard(name, tuple(content.jobs), header, position, blobs_size)
@@ -184,5 +184,5 @@ def place(jobs: Sequence[Job]) -> int:
                 continue
             for job in packed:
                 job.offsets[number] = position
-                position += job.footprint.sizes[number]
+                position += job.components[number].nbytes
     return position

@@ -32,8 +32,6 @@ class Footprint(NamedTuple):
 
     # tensors that a weight becomes; the last is the JSON blob, with its longest length
     components: tuple[Component, ...]
-    # bytes of each
-    sizes: tuple[int, ...]
     # bytes of all
     total: int
     # the most bytes that they take in a header, without their names
@@ -44,11 +42,10 @@ class Footprint(NamedTuple):
 def footprint(format: Format, shape: tuple[int, ...]) -> Footprint:
     """Computes what a weight of this shape takes when it is packed in this format."""
     parts = components(format, shape)
-    sizes = tuple(part.nbytes for part in parts)
     header = 0
     for part in parts:
         header += 1 + len(part.suffix) + entry_size(part.dtype, part.shape)
-    return Footprint(parts, sizes, sum(sizes), header)
+    return Footprint(parts, sum(part.nbytes for part in parts), header)
 
 
 @lru_cache(maxsize=4096)

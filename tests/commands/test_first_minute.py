@@ -104,7 +104,7 @@ def job(name: str, reason: str, bits: float, after: float, action: str = "copy")
         kept.nbytes = nbytes
         return kept
     packed = PackJob(tensor, PackedMatrix(name, shape), reason, Format("nf4", 64, True, "bfloat16"))
-    packed.footprint = Footprint((), (), nbytes, 0)
+    packed.footprint = Footprint((), nbytes, 0)
     return packed
 
 
