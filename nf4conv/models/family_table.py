@@ -8,13 +8,7 @@ these families; how experts are stacked was read off transformers 5.23.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, TypeAlias
-
-Kept: TypeAlias = tuple[tuple[str, str], ...]
-"""Patterns of modules that must not be packed, each with the reason that users read."""
-
-Renamed: TypeAlias = tuple[tuple[str, str], ...]
-"""Pattern in a path on disk and what stands there in memory, with the meaning of `re.sub`."""
+from typing import Any, Final, NamedTuple
 
 GATE_UP: Final = ("gate_proj", "up_proj")
 DOWN: Final = ("down_proj",)
@@ -62,9 +56,9 @@ class Family:
         transposed: matches modules that store their weight as [in, out], as transformers' Conv1D
             does. They are packed as [out, in].
         linear: matches modules that are packed although their names speak against it.
-        keep: the modules that must not be packed.
-        renamed: how names on disk become names in memory, where loaders rename modules that are
-            not packed.
+        keep: patterns of modules that must not be packed, each with the reason that users read.
+        renamed: patterns in a path on disk and what stands there in memory, with the meaning of
+            `re.sub`, where loaders rename modules that are not packed.
         heads: modules that exist in memory but not on disk, because they are tied to others or
             merged from them. None of them is packed.
         float32: matches modules whose weights loaders want in float32, if they are stored so.
@@ -86,8 +80,8 @@ class Family:
 
     transposed: str = ""
     linear: str = ""
-    keep: Kept = ()
-    renamed: Renamed = ()
+    keep: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
     heads: tuple[str, ...] = ()
     float32: str = ""
     splits_experts: bool = False
