@@ -57,24 +57,13 @@ def each(find: Callable[[ItemT], FoundT], items: Iterable[ItemT]) -> list[FoundT
     """
     left = iter(items)
     found: list[FoundT] = []
-    started = time.perf_counter()
     for item in left:
+        started = time.perf_counter()
         found.append(find(item))
-        now = time.perf_counter()
-        if now - started > _LONG:
+        if time.perf_counter() - started > _LONG:
             break
-        started = now
-    waiting = list(left)
-    # several at once, for to hand over one takes as long as to read a page
-    together = len(waiting) // (2 * _AT_A_TIME) + 1
-
-    def find_some(start: int) -> list[FoundT]:
-        return [find(item) for item in waiting[start : start + together]]
-
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        for found_by_thread in pool.map(find_some, range(0, len(waiting), together)):
-            found += found_by_thread
-    return found
+        return [*found, *pool.map(find, left)]
 
 
 class _OpenFile:
