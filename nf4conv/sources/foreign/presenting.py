@@ -171,18 +171,15 @@ def _replaced(
     kept = []
     rest = []
     for tensor in tensors:
-        if tensor.name in found:
-            kept.append(found[tensor.name])
-        elif tensor.name in decoded_names:
-            raise SourceError.about(
-                tensor.file, tensor.name, "is there twice, as it is and quantized"
-            )
-        if tensor.name in parts or tensor.name.endswith(_ENDS_OF_ACTIVATIONS):
+        name = tensor.name
+        if name in found:
+            kept.append(found[name])
+        elif name in decoded_names:
+            raise SourceError.about(tensor.file, name, "is there twice, as it is and quantized")
+        elif name in parts or name.removesuffix("_shape") in decoded_names:
             continue
-        if tensor.name.removesuffix("_shape") in decoded_names:
-            continue
-        rest.append(tensor)
-        if tensor.name not in found:
+        elif not name.endswith(_ENDS_OF_ACTIVATIONS):
+            rest.append(tensor)
             kept.append(tensor)
     _check_unused(rest, method, found)
     return tuple(kept)
