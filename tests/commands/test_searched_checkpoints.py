@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import load, make_model
-from checkpoints import assert_same_tensors, tensors_of, write_source
+from checkpoints import assert_same_tensors, components, tensors_of, write_source
 from four_bit import error_sums
 from safetensors.torch import load_file, save_file
 from test_encoded import dequantized, source_of
@@ -178,12 +178,8 @@ def test_transformers_and_bitsandbytes_generate_from_it(tmp_path):
     )
     assert len(packed) == 14
     for name in packed:
-        parts = {
-            part.removeprefix(f"{name}."): tensor
-            for part, tensor in tensors.items()
-            if part.startswith(f"{name}.")
-        }
-        names[name].data = dequantize_4bit(tensors[name], QuantState.from_components(parts))
+        state = QuantState.from_components(components(tensors, name))
+        names[name].data = dequantize_4bit(tensors[name], state)
     ids = torch.arange(24)[None] * 7 % 96
     found, expected = (
         one.generate(ids, max_new_tokens=16, do_sample=False) for one in (model, decoded)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from checkpoints import tensors_of
+from checkpoints import components, tensors_of
 
 import nf4conv
 
@@ -74,7 +74,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     tensors = tensors_of(folder)
     found = {}
     for name, tensor in tensors.items():
-        parts = {other: part for other, part in tensors.items() if other.startswith(f"{name}.")}
+        parts = components(tensors, name)
         if parts:
             state = nf4conv.QuantState.from_components(parts)
             found[name] = nf4conv.dequantize_4bit(tensor, state)

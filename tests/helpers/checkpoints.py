@@ -101,6 +101,12 @@ def assert_same_tensors(
         assert torch.equal(*parts), name
 
 
+def components(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """Returns what stands beside a packed weight, by its suffix."""
+    start = f"{name}."
+    return {key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)}
+
+
 def contents(folder: Path, names: str = "*") -> dict[str, bytes]:
     """Returns the content of every file below a folder, by its path."""
     found = {}

@@ -11,7 +11,7 @@ from typing import Any
 import bitsandbytes.functional as bnb
 import torch
 import transformers
-from checkpoints import save_model, tensors_of
+from checkpoints import components, save_model, tensors_of
 from safetensors.torch import save_file
 
 HIDDEN, INNER, EXPERTS = 64, 96, 4
@@ -86,12 +86,7 @@ def encode(into: Tensors, name: str, weight: torch.Tensor, **options: Any) -> to
     for suffix, part in state.as_dict(packed=True).items():
         into[f"{name}.{suffix}"] = part.contiguous()
     # decoded from what the file has
-    components = {
-        key.removeprefix(f"{name}."): part
-        for key, part in into.items()
-        if key.startswith(f"{name}.")
-    }
-    stored = bnb.QuantState.from_dict(components, device=torch.device("cpu"))
+    stored = bnb.QuantState.from_dict(components(into, name), device=torch.device("cpu"))
     # bitsandbytes' kernel for CPUs decodes rows that are no multiple of a block wrongly
     stored.shape = torch.Size((weight.numel() // stored.blocksize, stored.blocksize))
     return bnb.dequantize_4bit(packed, stored).view(weight.shape)

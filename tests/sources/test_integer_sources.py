@@ -474,12 +474,6 @@ def cut(part: torch.Tensor) -> torch.Tensor:
         (
             compressed,
             PACKED,
-            {"weight_scale": lambda part: part.to(torch.float64)},
-            "weight_packed: I32 .* does not go with .*weight_scale, F64",
-        ),
-        (
-            compressed,
-            PACKED,
             {"weight_g_idx": lambda _: torch.zeros(127, dtype=torch.int32)},
             "weight_packed: I32 .* does not go with .*weight_g_idx",
         ),
