@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_templates as templates
-from fuzz_case import Case, Kind, is_same, passes_verify
 from fuzz_gguf import bytes_case, words_case, write_files
+from fuzz_templates import Case, Kind, is_same, passes_verify
 from inputs import SOURCES
 from mutations import mutate_checkpoint
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fuzz_case import Case, passes_verify
+from fuzz_templates import Case, passes_verify
 from gguf_files import LLAMA, SHAPES, write_gguf
 from inputs import FAMILIES
 
