@@ -33,14 +33,14 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
         model.generate(**prompt, cache_implementation="static")  # transformers compiles the step
     """
     patched = 0
-    for _, module in _linear_4bit_layers(model):
-        if _has_own_forward(module):
+    for module, kind in _linear_4bit_layers(model):
+        if type(module).forward is not kind.forward:  # it computes something else
             continue
         _replace_forward(module, partial(_forward, module))
         state = getattr(module.weight, "quant_state", None)
         if state is not None and not _is_repacked(state):
             # a graph that is captured before anything has run must find them
-            dtype = _compute_dtype(module, torch.bfloat16)
+            dtype = module.compute_dtype or torch.bfloat16
             make_tables(state.quant_type, dtype, module.weight.device)
         patched += 1
     return patched
@@ -59,7 +59,7 @@ def unpatch_linear_4bit(model: torch.nn.Module) -> int:
         nf4conv.unpatch_linear_4bit(model)
     """
     restored = 0
-    for _, module in _linear_4bit_layers(model):
+    for module, _ in _linear_4bit_layers(model):
         if _is_ours(vars(module).get("_old_forward")):
             module._old_forward = MethodType(type(module).forward, module)
         elif _is_ours(vars(module).get("forward")):
@@ -70,24 +70,16 @@ def unpatch_linear_4bit(model: torch.nn.Module) -> int:
     return restored
 
 
-def _linear_4bit_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Finds the layers of bitsandbytes. PEFT's layers around them have a class of the same name."""
-    for name, module in model.named_modules():
-        if _kind_of(module) is not None:
-            yield name, module
+def _linear_4bit_layers(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yields the layers whose class is Linear4bit or derives from it, and that Linear4bit.
 
-
-def _kind_of(module: torch.nn.Module) -> Any:
-    """Returns the Linear4bit that a layer's class is or derives from; None if there is none."""
-    for kind in type(module).__mro__:
-        if kind.__name__ == "Linear4bit" and not kind.__module__.startswith("peft."):
-            return kind
-    return None
-
-
-def _has_own_forward(module: Any) -> bool:
-    """Returns True if the class of a layer computes something else than Linear4bit does."""
-    return type(module).forward is not _kind_of(module).forward
+    PEFT's layers around them have a class of the same name.
+    """
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ == "Linear4bit" and not kind.__module__.startswith("peft."):
+                yield module, kind
+                break
 
 
 def _replace_forward(module: Any, forward: Any) -> None:
@@ -121,9 +113,3 @@ def _is_repacked(state: Any) -> bool:
     and check its steps again at every call.
     """
     return bool(vars(state).get("packing_format_for_cpu", False))
-
-
-def _compute_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
-    """Returns in what a layer computes, given the dtype of its input."""
-    found: torch.dtype = module.compute_dtype or dtype
-    return found

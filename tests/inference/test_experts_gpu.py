@@ -12,8 +12,7 @@ from torch.nn import functional
 import nf4conv
 from nf4conv.inference.experts import PackedExperts, decode, split_stack, stack_experts
 from nf4conv.inference.experts.product import (
-    decode_active,
-    decode_chosen,
+    decode_experts,
     group_by_expert,
     multiply_groups,
     multiply_rows,
@@ -110,10 +109,10 @@ def test_decodes_as_bitsandbytes(dtype: torch.dtype, nested: bool, kind: str) ->
         state.dtype = dtype
     expected = torch.stack([bnb.dequantize_4bit(codes, state) for codes, state in states])
     ids = torch.tensor([3, 1, 1], device="cuda")
-    assert torch.equal(decode_chosen((stack,), ids, dtype), expected[ids])
+    assert torch.equal(decode_experts((stack,), ids, dtype, by_ends=False), expected[ids])
     ends = torch.tensor([2, 2, 2, 9], dtype=torch.int32, device="cuda")
     used = torch.tensor([0, 3], device="cuda")
-    assert torch.equal(decode_active((stack,), ends, dtype)[used], expected[used])
+    assert torch.equal(decode_experts((stack,), ends, dtype, by_ends=True)[used], expected[used])
 
 
 def write_mixture(kind: str, folder: Path, layers: int = 2) -> Path:

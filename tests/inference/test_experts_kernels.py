@@ -103,11 +103,11 @@ def test_decodes_into_the_layout_of_a_grouped_product(dtype):
     gate, up = packed(16, HIDDEN), packed(16, HIDDEN)
     ids = torch.tensor([2, 0])
     plain = [decode(stack, ids, dtype) for stack in (gate, up)]
-    found = product.decode_chosen((gate, up), ids, dtype)
+    found = product.decode_experts((gate, up), ids, dtype, by_ends=False)
     assert torch.equal(found, torch.cat(plain, 1))
-    found = product.decode_chosen((gate, up), ids, dtype, alternating=True)
+    found = product.decode_experts((gate, up), ids, dtype, by_ends=False, alternating=True)
     assert torch.equal(found, torch.stack(plain, 2).flatten(1, 2))
     ends = torch.tensor([3, 3, 5], dtype=torch.int32)  # expert 1 has no rows
-    found = product.decode_active((gate,), ends, dtype)
+    found = product.decode_experts((gate,), ends, dtype, by_ends=True)
     used = torch.tensor([0, 2])
     assert torch.equal(found[used], decode(gate, used, dtype))

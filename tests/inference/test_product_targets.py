@@ -35,7 +35,7 @@ def compile(function, constants, options):
 for rows, n, k in ((1, 8, 4096), (1, 8192, 4096), (1, 8192, 5120), (8, 8, 4096), (64, 8, 4096)):
     shape = shapes.shape_for(rows, n, k, nested=True, early=capability == 90)
     options = {"num_warps": shape.warps, "maxnreg": shape.registers, "launch_pdl": capability == 90}
-    function = held.held_kernel if shape.holds_x else kernel.product_kernel
+    function = held.held_kernel if isinstance(shape, shapes.Held) else kernel.product_kernel
     compile(function, {"SHAPE": shape}, options)
 """
 

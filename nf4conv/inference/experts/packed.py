@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nf4conv.codec.backends import backend
+from nf4conv.codec.ops import check_decodable
 from nf4conv.codec.quant_state import Decoding, QuantState
 from nf4conv.codec.reference.dequantize import flushed
 from nf4conv.errors import CodecError
@@ -38,7 +39,6 @@ class PackedExperts:
         nested_offset: float32, [E], or [1] for all; None without double quantization.
         nested_blocks_per_expert: nested blocks of each expert; None if one nested quantization
             covers the whole stack, or there is none.
-        nested_blocksize: absmax that share one nested absmax.
     """
 
     codes: torch.Tensor
@@ -51,7 +51,6 @@ class PackedExperts:
     nested_quant_map: torch.Tensor | None = None
     nested_offset: torch.Tensor | None = None
     nested_blocks_per_expert: int | None = None
-    nested_blocksize: int = NESTED_BLOCKSIZE
 
     @property
     def experts(self) -> int:
@@ -101,43 +100,41 @@ class PackedExperts:
 def stack_experts(packed: Sequence[torch.Tensor], states: Sequence[QuantState]) -> PackedExperts:
     """Gathers the codes and states of experts that were packed one by one.
 
-    Raises CodecError if there is none, or two of them differ in shape or format.
+    Raises CodecError if one is no matrix or not whole, or two differ in shape or format.
     """
-    if not packed or len(packed) != len(states):
-        raise CodecError(f"{len(packed)} packed experts and {len(states)} quant states")
     first = states[0]
-    rows, columns = _matrix_shape(first.shape)
-    for expert, state in enumerate(states):
+    if len(first.shape) != 2:
+        raise CodecError(f"an expert has the shape {list(first.shape)}, expected a matrix")
+    rows, columns = first.shape
+    for expert, (codes, state) in enumerate(zip(packed, states, strict=True)):
+        check_decodable(codes, state, state.shape.numel())
         if _format_of(state) != _format_of(first):
             raise CodecError(
                 f"expert {expert} is {_format_of(state)}, but expert 0 {_format_of(first)}: "
                 f"the experts of a layer share one shape and format"
             )
-    codes = torch.stack([one.view(torch.uint8).reshape(-1) for one in packed])
+    all_codes = torch.stack([one.view(torch.uint8).reshape(-1) for one in packed])
     absmax = torch.stack([state.absmax.reshape(-1) for state in states])
-    stacked = PackedExperts(codes, absmax, first.quant_type, first.blocksize, rows, columns)
+    stacked = PackedExperts(all_codes, absmax, first.quant_type, first.blocksize, rows, columns)
     nested = [state.state2 for state in states if state.state2 is not None]
     offsets = [state.offset.reshape(1) for state in states if state.offset is not None]
     if nested:
-        nested_absmax = torch.cat([state2.absmax.reshape(-1) for state2 in nested])
-        nested_blocksize = nested[0].blocksize
         stacked = replace(
             stacked,
-            nested_absmax=nested_absmax,
+            nested_absmax=torch.cat([state2.absmax.reshape(-1) for state2 in nested]),
             nested_quant_map=nested[0].code,
             nested_offset=torch.cat(offsets),
-            nested_blocks_per_expert=block_count(absmax.shape[1], nested_blocksize),
-            nested_blocksize=nested_blocksize,
+            nested_blocks_per_expert=block_count(absmax.shape[1], NESTED_BLOCKSIZE),
         )
-    check_experts(stacked)
     return stacked
 
 
 def split_stack(packed: torch.Tensor, state: QuantState) -> PackedExperts:
     """Takes a stack [E, rows, columns] that was packed as one tensor.
 
-    Raises CodecError if the state is of no stack, or a block belongs to two experts.
+    Raises CodecError if it is no stack or not whole, or a block belongs to two experts.
     """
+    check_decodable(packed, state, state.shape.numel())
     if len(state.shape) != 3:
         raise CodecError(f"the stack has the shape {list(state.shape)}, expected three dimensions")
     experts, rows, columns = state.shape
@@ -161,49 +158,8 @@ def split_stack(packed: torch.Tensor, state: QuantState) -> PackedExperts:
             nested_absmax=nested.absmax.reshape(-1),
             nested_quant_map=nested.code,
             nested_offset=state.offset.reshape(1),
-            nested_blocksize=nested.blocksize,
         )
-    check_experts(split)
     return split
-
-
-def check_experts(packed: PackedExperts) -> None:
-    """Raises CodecError unless every tensor has the dtype and the size that the others need."""
-    elements = packed.rows * packed.columns
-    blocks = block_count(elements, packed.blocksize)
-    experts = packed.experts
-    nested_blocks = block_count(experts * blocks, packed.nested_blocksize)
-    if packed.nested_blocks_per_expert is not None:
-        nested_blocks = experts * packed.nested_blocks_per_expert
-    absmax_dtype = torch.uint8 if packed.nested else torch.float32
-    expected = {
-        "codes": (torch.uint8, experts * -(-elements // 2)),
-        "absmax": (absmax_dtype, experts * blocks),
-        "nested_absmax": (torch.float32, nested_blocks),
-        "nested_quant_map": (torch.float32, 256),
-    }
-    for name, tensor in packed.tensors().items():
-        if name == "nested_offset":
-            continue
-        dtype, count = expected[name]
-        if tensor.dtype != dtype or tensor.numel() != count or tensor.device != packed.device:
-            raise CodecError(
-                f"{name} of {experts} experts of {packed.rows} × {packed.columns}: "
-                f"{tensor.numel()} {tensor.dtype} on {tensor.device}; "
-                f"expected {count} {dtype} on {packed.device}"
-            )
-    offset = packed.nested_offset
-    if packed.nested and (offset is None or offset.numel() not in (1, experts)):
-        raise CodecError(f"nested_offset: expected 1 or {experts} of them")
-    if offset is not None and offset.dtype != torch.float32:
-        raise CodecError(f"nested_offset: {offset.dtype}, expected float32")
-
-
-def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Returns rows and columns; a CodecError unless there are two."""
-    if len(shape) != 2:
-        raise CodecError(f"an expert has the shape {list(shape)}, expected a matrix")
-    return shape[0], shape[1]
 
 
 def _format_of(state: QuantState) -> str:
@@ -256,5 +212,5 @@ def nested_blocks(packed: PackedExperts, ids: torch.Tensor) -> torch.Tensor:
     within = torch.arange(blocks, device=ids.device)
     expert = ids.long()[:, None]
     if packed.nested_blocks_per_expert is None:
-        return (expert * blocks + within) // packed.nested_blocksize
-    return expert * packed.nested_blocks_per_expert + within // packed.nested_blocksize
+        return (expert * blocks + within) // NESTED_BLOCKSIZE
+    return expert * packed.nested_blocks_per_expert + within // NESTED_BLOCKSIZE

@@ -2,7 +2,7 @@
 
 few tokens    multiply_rows: a launch for all pairs of a token and an expert
 more tokens   multiply_groups: pairs are grouped by expert, each expert is decoded once in a group
-many tokens   decode_active, then torch's grouped product
+many tokens   decode_experts, then torch's grouped product
 
 These run where the Triton kernels do. `projection.suits_kernels` says of which experts.
 """
@@ -52,6 +52,7 @@ def multiply_rows(
         launch_rows,
         shape_of,
     )
+    from nf4conv.inference.kernels.product.launches import is_hopper
 
     tokens, k = ids.shape
     terms = 1 if weights is None else k
@@ -73,7 +74,7 @@ def multiply_rows(
         silu=projection.silu,
         weighted=weights is not None,
         nested=first.nested,
-        early=_begins_early(x.device),
+        early=is_hopper(x.device),
     )
     parts = -(-projection.rows // (8 * own_units))
     factor = x if weights is None else weights
@@ -97,14 +98,6 @@ def _own_units(projection: Projection, groups: int) -> int:
     """Returns the units of a program, if two of them share a multiprocessor."""
     programs = max(1, 2 * _processors(projection.stack.device) // groups)  # of a group
     return -(-projection.rows // (8 * programs))
-
-
-@cache
-def _begins_early(device: torch.device) -> bool:
-    """Returns True for a GPU whose kernels may begin before their predecessor has ended."""
-    from nf4conv.inference.kernels.product.launches import is_hopper  # importing Triton is slow
-
-    return is_hopper(device)
 
 
 @cache
@@ -200,49 +193,26 @@ def _group_many(
     return pairs[:-1].view(groups, members), expert
 
 
-def decode_active(
-    stacks: tuple[PackedExperts, ...],
-    ends: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    alternating: bool = False,
-) -> torch.Tensor:
-    """Decodes the experts that have rows, in one launch, without waiting for the device: [experts,
-    rows, columns], not written where an expert has no rows.
-
-    `stacks` is one, or gate and up, whose rows are one above the other, or come by turns if
-    `alternating`. `ends`, [experts] int32, says where the rows of each expert end.
-    """
-    return _launch_active(stacks, ends, stacks[0].experts, True, dtype, alternating)
-
-
-def decode_chosen(
-    stacks: tuple[PackedExperts, ...],
-    ids: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    alternating: bool = False,
-) -> torch.Tensor:
-    """Decodes chosen experts, [n] int64, in one launch: [n, rows, columns], with stacks as in
-    `decode_active`.
-    """
-    return _launch_active(stacks, ids, ids.numel(), False, dtype, alternating)
-
-
-def _launch_active(
+def decode_experts(
     stacks: tuple[PackedExperts, ...],
     choice: torch.Tensor,
-    count: int,
-    by_ends: bool,
     dtype: torch.dtype,
-    alternating: bool,
+    *,
+    by_ends: bool,
+    alternating: bool = False,
 ) -> torch.Tensor:
-    """Launches the kernel of active.py."""
+    """Decodes experts in one launch, without waiting for the device: [n, rows, columns].
+
+    `stacks` is one, or gate and up, whose rows are one above the other, or come by turns if
+    `alternating`. `choice`, [n] int64, names the experts; or if `by_ends`, [experts] int32, it says
+    where the rows of each end, and what has no rows is not written.
+    """
     from nf4conv.codec.kernels.decoding.dequantize import CONFIGURATIONS  # importing Triton: slow
     from nf4conv.codec.kernels.slots import configuration  # importing Triton is slow
     from nf4conv.inference.kernels.experts.active import launch_active  # importing Triton is slow
 
     first = stacks[0]
+    count = len(choice)
     elements = first.rows * first.columns
     out = torch.empty(
         (count, len(stacks) * first.rows, first.columns), dtype=dtype, device=first.device

@@ -51,7 +51,23 @@ class Projection:
     @cached_property
     def operand(self) -> "Operand":
         """It as kernels take it."""
-        return _operand(self)
+        first = self.stack
+        code = first.nested_quant_map
+        return Operand(
+            nested_code=first.absmax if code is None else code,
+            stack=_stack(first, 0),
+            up=_stack(self.up or first, self.up_first_row),
+            rows=self.rows,
+            row_step=self.row_step,
+            expert_chunks=first.codes.stride(0) // 32,
+            blocks=first.absmax.stride(0),
+            nested_blocks=first.nested_blocks_per_expert or 0,
+            offset_step=offset_step(first),
+            block_shift=(first.blocksize // 64).bit_length() - 1,
+            out_columns=self.out_columns,
+            up_column=self.up_column,
+            column_step=self.column_step,
+        )
 
 
 def project(packed: PackedExperts) -> Projection:
@@ -63,7 +79,7 @@ def suits_kernels(packed: PackedExperts) -> bool:
     """Returns True if the kernels can multiply with these experts."""
     if not has_kernels(packed.device):
         return False
-    if packed.columns % 64 or packed.blocksize < 64 or packed.nested_blocksize != 256:
+    if packed.columns % 64 or packed.blocksize < 64:
         return False
     if packed.rows * packed.columns % packed.blocksize:
         return False
@@ -147,27 +163,6 @@ class Operand(NamedTuple):
         """Returns the operand as it is launched with."""
         nested_code, stack, up, *numbers = self
         return nested_code.data_ptr(), stack.addresses(), up.addresses(), *numbers
-
-
-def _operand(projection: Projection) -> Operand:
-    """Returns a projection as kernels take it."""
-    first = projection.stack
-    code = first.nested_quant_map
-    return Operand(
-        nested_code=first.absmax if code is None else code,
-        stack=_stack(first, 0),
-        up=_stack(projection.up or first, projection.up_first_row),
-        rows=projection.rows,
-        row_step=projection.row_step,
-        expert_chunks=first.codes.stride(0) // 32,
-        blocks=first.absmax.stride(0),
-        nested_blocks=first.nested_blocks_per_expert or 0,
-        offset_step=offset_step(first),
-        block_shift=(first.blocksize // 64).bit_length() - 1,
-        out_columns=projection.out_columns,
-        up_column=projection.up_column,
-        column_step=projection.column_step,
-    )
 
 
 def _stack(packed: PackedExperts, first_row: int) -> Stack:

@@ -10,16 +10,14 @@ NF4CONV_MOE=0 switches it off. Whatever release of transformers is installed, th
 whether all that it hooks into is there and takes the arguments that it is called with.
 """
 
-import logging
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
-SWITCH: Final = "NF4CONV_MOE"
+from nf4conv.inference.moe.loading.checkpoints import KNOWN, QUANTIZER, log
 
-QUANTIZER: Final = "transformers.quantizers.quantizer_bnb_4bit"
-log = logging.getLogger("nf4conv.inference.moe")
+SWITCH: Final = "NF4CONV_MOE"
 
 
 def _is_off() -> bool:
@@ -89,6 +87,4 @@ def status() -> str:
     if not any(name.startswith("nf4conv.inference.moe") for name in names):
         documented = "`import nf4conv.inference.moe`"
         return f"transformers {found}, after {documented}: no entry point is installed"
-    from nf4conv.inference.moe.loading.checkpoints import KNOWN  # its imports are rarely needed
-
     return f"active for transformers {found}; known to work with {KNOWN}"

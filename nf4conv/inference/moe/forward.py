@@ -10,7 +10,7 @@ weights.
 """
 
 import weakref
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
@@ -44,16 +44,8 @@ FEWEST_MEMBERS: Final = 16
 """Rows of the smallest group that is multiplied together."""
 
 
-class Projections(NamedTuple):
-    """Holds the weights that a layer multiplies with.
-
-    Attributes:
-        up: gate and up, or up alone.
-        down: the way back.
-    """
-
-    up: Projection
-    down: Projection
+Projections = tuple[Projection, Projection]
+"""What a layer multiplies with: gate and up, or up alone; then the way back."""
 
 
 def packed_experts_forward(
@@ -177,8 +169,10 @@ def _activate(module: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Ten
 
 # ------------------------------------------------------------------------------- projections
 
-_projections: "weakref.WeakKeyDictionary[PackedWeight, tuple[Any, ...]]"
-_projections = weakref.WeakKeyDictionary()  # of the weights that go up
+_Known = tuple[PackedWeight, Projections | None]  # the weight that goes down, and both
+
+_projections: "weakref.WeakKeyDictionary[PackedWeight, _Known]" = weakref.WeakKeyDictionary()
+# by the weights that go up
 
 
 def projections_of(module: Any, up: Experts4bit, down: Experts4bit) -> Projections | None:
@@ -190,8 +184,7 @@ def projections_of(module: Any, up: Experts4bit, down: Experts4bit) -> Projectio
     if known is None or known[0] is not down.weight:
         known = (down.weight, _make_projections(module, up, down))
         _projections[up.weight] = known
-    found: Projections | None = known[1]
-    return found
+    return known[1]
 
 
 def _make_projections(module: Any, up: Experts4bit, down: Experts4bit) -> Projections | None:
@@ -206,7 +199,7 @@ def _make_projections(module: Any, up: Experts4bit, down: Experts4bit) -> Projec
     if len(down.weight.parts) != 1:
         return None
     first = up_projection(up.weight, module)
-    return None if first is None else Projections(first, project(down.weight.parts[0]))
+    return None if first is None else (first, project(down.weight.parts[0]))
 
 
 def up_projection(weight: PackedWeight, module: Any) -> Projection | None:

@@ -1,6 +1,6 @@
 """PackedWeight holds one 3-D parameter of experts in 4 bits, as the parts that are on disk."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nf4conv.inference.experts import PackedExperts, decode
-from nf4conv.inference.experts.product import decode_active, decode_chosen
+from nf4conv.inference.experts.product import decode_experts
 from nf4conv.inference.experts.projection import suits_kernels, suits_together
 
 AS_STORED = "as stored"
@@ -64,7 +64,7 @@ class PackedWeight:
     def _decode_stored(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decodes experts in the orientation of the parts."""
         if self._suits_kernels:
-            return self._by_kernel(decode_chosen, ids, dtype)
+            return self._by_kernel(ids, dtype, by_ends=False)
         decoded = [decode(part, ids, dtype) for part in self.parts]
         if self.rows == ALTERNATING:
             return torch.stack(decoded, 2).flatten(1, 2)
@@ -81,7 +81,7 @@ class PackedWeight:
         """
         if not self._suits_kernels:
             return None
-        decoded = self._by_kernel(decode_active, ends.to(torch.int32), dtype)
+        decoded = self._by_kernel(ends.to(torch.int32), dtype, by_ends=True)
         return decoded.transpose(1, 2) if self.is_transposed else decoded
 
     @cached_property
@@ -95,10 +95,13 @@ class PackedWeight:
         )
 
     def _by_kernel(
-        self, decode_by: Callable[..., torch.Tensor], choice: torch.Tensor, dtype: torch.dtype
+        self, choice: torch.Tensor, dtype: torch.dtype, *, by_ends: bool
     ) -> torch.Tensor:
         """Decodes in one launch, in the orientation of the parts."""
-        decoded = decode_by(self.parts, choice, dtype, alternating=self.rows == ALTERNATING)
+        alternating = self.rows == ALTERNATING
+        decoded = decode_experts(
+            self.parts, choice, dtype, by_ends=by_ends, alternating=alternating
+        )
         if self.rows == SEPARATED:
             return torch.cat([decoded[:, 0::2], decoded[:, 1::2]], 1)
         return decoded

@@ -12,7 +12,7 @@ program's units are neighbours, and a *stage* is what it reads at once: some ste
 Tensors have one element for each thread of a program, as in product/.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import triton
@@ -21,15 +21,13 @@ import triton.language as tl
 import nf4conv.inference.kernels.product.assembly as text
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.inference.kernels.product.common import add_waiting, decode_scale, run_assembly
+from nf4conv.inference.kernels.product.shapes import Compiled
 from nf4conv.inference.kernels.product.wide import leave
 
 
-@dataclass(eq=False)  # told apart by identity, which is faster
-class Shape:
+@dataclass(eq=False, repr=False)  # told apart by identity, which is faster
+class Shape(Compiled):
     """The shape of a product: rows_kernel is compiled once for each.
-
-    Triton's cache on disk tells by repr() alone for which shape a kernel was compiled, so repr has
-    all attributes that the kernel reads.
 
     Attributes:
         terms: of a group.
@@ -62,9 +60,6 @@ class Shape:
     sums: int = 32
     held: int = 4
     shared_bytes: int = 8192
-    padded: int = field(init=False)
-    stages: int = field(init=False)
-    holds_x: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.padded = -(-self.row_chunks // 2) * 128

@@ -3,6 +3,7 @@
 Other modules that launch products find here which GPU it is, and x as kernels read it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -125,6 +126,7 @@ def most_rows(device: torch.device) -> int:
     return FUSED_ROWS if is_hopper(device) else SHAPES[-1].rows
 
 
+@functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Returns True for a GPU that has `wgmma` and begins kernels early."""
     return torch.cuda.get_device_capability(device)[0] == CAPABILITY

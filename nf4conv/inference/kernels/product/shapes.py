@@ -1,16 +1,24 @@
 """The shapes of the kernels for few rows of x: which there are, and which one a product takes."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar, Final
+from typing import Final
 
 
-@dataclass(eq=False)  # told apart by identity, which is faster
-class Shape:
+class Compiled:
+    """A constant of kernels, which are compiled once for each.
+
+    Triton's cache on disk tells them apart by repr() alone, so that has all attributes, also those
+    that are worked out.
+    """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({vars(self)})"
+
+
+@dataclass(eq=False, repr=False)  # told apart by identity, which is faster
+class Shape(Compiled):
     """The shape of a product: product_kernel is compiled once for each.
-
-    Triton's cache on disk tells by repr() alone for which shape a kernel was compiled, so repr has
-    all attributes that the kernel reads, those that are worked out too.
 
     Attributes:
         rows: rows of x at most.
@@ -40,8 +48,6 @@ class Shape:
         registers: of a thread at most, so that there are enough for all programs.
     """
 
-    holds_x: ClassVar[bool] = False
-
     rows: int
     ranges: int
     column_tiles: int
@@ -52,19 +58,6 @@ class Shape:
     nested: bool = True
     early: bool = True
     programs: int = 2
-    wide: bool = field(init=False)
-    apart: int = field(init=False)
-    unit_rows: int = field(init=False)
-    span: int = field(init=False)
-    words: int = field(init=False)
-    scales: int = field(init=False)
-    totals: int = field(init=False)
-    columns: int = field(init=False)
-    sums: int = field(init=False)
-    held: int = field(init=False)
-    shared_bytes: int = field(init=False)
-    parts: int = field(init=False)
-    registers: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.wide = self.column_tiles == 0
@@ -89,11 +82,9 @@ class Shape:
         self.registers = registers_of(self.warps, self.programs)
 
 
-@dataclass(eq=False)  # told apart by identity, which is faster
-class Held:
+@dataclass(eq=False, repr=False)  # told apart by identity, which is faster
+class Held(Compiled):
     """The shape of a product with x in registers: held_kernel is compiled once for each.
-
-    Its repr is part of the kernel's key in caches, as that of Shape is.
 
     Attributes:
         steps: of a unit.
@@ -110,20 +101,12 @@ class Held:
         registers: of a thread at most, so that there are enough for all programs.
     """
 
-    holds_x: ClassVar[bool] = True
-
     steps: int
     rows: int
     nested: bool = True
     early: bool = True
     warps: int = 8
     programs: int = 2
-    sharing: int = field(init=False)
-    columns_most: int = field(init=False)
-    sums: int = field(init=False)
-    held: int = field(init=False)
-    shared_bytes: int = field(init=False)
-    registers: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.sharing = 2 if self.rows == 1 and self.steps > 1 else 1

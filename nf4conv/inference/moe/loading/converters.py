@@ -23,7 +23,6 @@ from transformers.core_model_loading import (
 )
 
 from nf4conv.errors import CodecError
-from nf4conv.format.layout import COMPONENT_SUFFIXES
 from nf4conv.inference.moe.loading.headers import (
     AGAIN,
     PackedNames,
@@ -116,7 +115,7 @@ def _converter(sources: Sequence[str], own: Any, hf_quantizer: Any) -> Any:
     is_shared = len(own.target_patterns) > 1
     kind = SharedExpertsDeserialize if is_shared else ExpertsDeserialize
     operation = kind(sources, own.source_patterns, own.operations, hf_quantizer)
-    made = ExpertsConverter(_patterns(sources), list(own.target_patterns), [operation])
+    made = ExpertsConverter(operation.patterns, list(own.target_patterns), [operation])
     for name in ("scope_prefix", "base_model_prefix"):  # transformers has them from 5.12 on
         if hasattr(own, name):
             setattr(made, name, getattr(own, name))
@@ -126,13 +125,7 @@ def _converter(sources: Sequence[str], own: Any, hf_quantizer: Any) -> Any:
 def _plain_converter(sources: Sequence[str], target: str, hf_quantizer: Any) -> Any:
     """Makes a converter for names that the model has none for."""
     operation = ExpertsDeserialize(sources, sources, (), hf_quantizer)
-    return ExpertsConverter(_patterns(sources), target, [operation])
-
-
-def _patterns(sources: Sequence[str]) -> list[str]:
-    """Returns patterns for the components and the codes of weights."""
-    components = [f"{source}.{suffix}" for source in sources for suffix in COMPONENT_SUFFIXES]
-    return components + [f"{source}$" for source in sources]
+    return ExpertsConverter(operation.patterns, target, [operation])
 
 
 def _of_unsloth_gpt_oss(hf_quantizer: Any) -> list[Any]:

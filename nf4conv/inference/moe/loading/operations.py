@@ -50,6 +50,12 @@ class ExpertsDeserialize(ConversionOps):
         self.hf_quantizer = hf_quantizer
         self.refused: CodecError | None = None
 
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of the names of components and codes."""
+        components = [f"{one}.{suffix}" for one in self.sources for suffix in COMPONENT_SUFFIXES]
+        return components + [f"{source}$" for source in self.sources]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertsDeserialize":
         """Returns itself: transformers copies operations for every tensor, and needs one."""
         return self
@@ -218,13 +224,10 @@ def pack_part(tensors: dict[str, list[torch.Tensor]], name: str) -> PackedExpert
     Raises CodecError, with the projection's name, if a tensor is missing or contradicts another.
     """
     codes = tensors.get("", [])
+    # the headers have all components of all experts, but perhaps some of NF4 and some of FP4
     counts = {suffix or "codes": len(found) for suffix, found in tensors.items()}
-    states_found = [suffix for suffix in counts if suffix.startswith("quant_state")]
-    counts_differ = len({counts[suffix] for suffix in counts if suffix not in states_found}) != 1
-    if counts_differ or sum(counts[suffix] for suffix in states_found) != len(codes):
-        raise CodecError(f"{name}: tensors of experts are missing: {counts}; {AGAIN}")
-    if len(states_found) > 1:
-        raise CodecError(f"{name}: some experts are NF4 and some are FP4; {AGAIN}")
+    if set(counts.values()) != {len(codes)}:
+        raise CodecError(f"{name}: experts differ in their tensors: {counts}; {AGAIN}")
     states = []
     for expert in range(len(codes)):
         parts = {suffix: found[expert] for suffix, found in tensors.items() if suffix}

@@ -9,19 +9,18 @@ before they are scaled: as decoded weights are rounded to a grid eight times as 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from itertools import product
 from typing import Final, NamedTuple
 
 from nf4conv.inference.kernels.product.balancing import MOST_SPLITS
+from nf4conv.inference.kernels.product.shapes import Compiled
 
 
-@dataclass(eq=False)  # told apart by identity, which is faster
-class Panel:
+@dataclass(eq=False, repr=False)  # told apart by identity, which is faster
+class Panel(Compiled):
     """Says what a program computes at once: panel_kernel is compiled once for each.
-
-    Its repr is part of the kernel's key in caches, as that of shapes.Shape is.
 
     Attributes:
         groups: warpgroups, 64 rows of W each: 2 or 4.
@@ -38,7 +37,6 @@ class Panel:
         shared_bytes: of tables and the tiles of all turns, or of sums in their place, with what
             they may be moved to begin at a multiple of 1024.
         registers: of a thread at most: a multiprocessor has 65,536, and one program.
-        plain: the panel for absmax in float32.
     """
 
     groups: int
@@ -47,12 +45,6 @@ class Panel:
     sets: int
     scales_sums: bool
     nested: bool = True
-    rows: int = field(init=False)
-    totals: int = field(init=False)
-    turn_bytes: int = field(init=False)
-    shared_bytes: int = field(init=False)
-    registers: int = field(init=False)
-    plain: "Panel" = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.rows = 64 * self.groups
@@ -61,7 +53,12 @@ class Panel:
         sums = 4 * self.columns * (self.rows + 4)
         self.shared_bytes = 34816 + max(self.stages * self.turn_bytes, sums)
         self.registers = 128 if self.groups == 4 else 255
-        self.plain = replace(self, nested=False) if self.nested else self
+
+
+@cache
+def without_nesting(panel: Panel) -> Panel:
+    """Returns a panel for absmax in float32, always the same one."""
+    return replace(panel, nested=False)
 
 
 MOST_ROWS: Final = 512

@@ -18,7 +18,7 @@ from nf4conv.inference.kernels.product.launches import (
     types_of_weight,
 )
 from nf4conv.inference.kernels.product.panels.kernels import launch_panel
-from nf4conv.inference.kernels.product.panels.plans import Panel, Plan, choose_plan
+from nf4conv.inference.kernels.product.panels.plans import Panel, Plan, choose_plan, without_nesting
 from nf4conv.inference.kernels.product.sums import prepare_sum
 from nf4conv.system.machine import cuda_driver
 
@@ -75,7 +75,7 @@ def _prepare_launch(
     """Prepares panel_kernel; `numbers` are its scalars."""
     panel, cluster, splits = plan
     if not form.nested:
-        panel = panel.plain
+        panel = without_nesting(panel)
     in_parts = splits > 1
     x_map = (1 << 40,) * MAP_WORDS  # words of 64 bits
     return launch_panel.prepare(
