@@ -9,7 +9,7 @@ import torch
 from nf4conv import quantize_4bit
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
-from nf4conv.inference.experts import PackedExperts, decode, split_stack, stack_experts
+from nf4conv.inference.experts.packed import PackedExperts, decode, split_stack, stack_experts
 
 EXPERTS = 5
 ROWS = 24

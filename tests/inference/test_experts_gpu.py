@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import nf4conv
-from nf4conv.inference.experts import PackedExperts, decode, split_stack, stack_experts
+from nf4conv.inference.experts.packed import PackedExperts, decode, split_stack, stack_experts
 from nf4conv.inference.experts.product import (
     decode_experts,
     group_by_expert,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from test_experts import as_a_stack, one_by_one
 
-from nf4conv.inference.experts import PackedExperts, decode, product, projection
+from nf4conv.inference.experts import product, projection
+from nf4conv.inference.experts.packed import PackedExperts, decode
 from nf4conv.inference.experts.projection import Projection, project
 
 EXPERTS = 3

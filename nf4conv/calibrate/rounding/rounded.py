@@ -56,6 +56,9 @@ def layer_cost(weight: torch.Tensor, rounded: Rounded, moments: torch.Tensor) ->
 
 def relative_error(weight: torch.Tensor, rounded: Rounded) -> float:
     """Returns ‖W - Ŵ‖ / ‖W‖, summed in float64; 0 for a weight of zeros."""
-    distance = torch.linalg.vector_norm(rounded.errors(weight), dtype=torch.float64)
+    errors = rounded.errors(weight)
+    distance = torch.linalg.vector_norm(errors, dtype=torch.float64)
     length = torch.linalg.vector_norm(weight, dtype=torch.float64)
-    return float(distance / length) if length else 0.0
+    if not length:
+        return 0.0
+    return float(distance / length)

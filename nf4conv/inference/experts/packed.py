@@ -82,13 +82,11 @@ class PackedExperts:
         changed: dict[str, Any] = dict(tensors)
         return replace(self, **changed)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedExperts":
+    def to(self, device: torch.device | str) -> "PackedExperts":
         """Returns the same experts on another device; this one if they are there."""
         if torch.device(device) == self.device:
             return self
-        moved = {}
-        for name, tensor in self.tensors().items():
-            moved[name] = tensor.to(device, non_blocking=non_blocking)
+        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return self.with_tensors(moved)
 
     def settings(self) -> dict[str, Any]:

@@ -6,10 +6,17 @@ the rest      transformers' own grouped product, for which the experts that are 
               many tokens, training, and LoRA
 
 Where there are no kernels the implementation that was asked for runs, with Experts4bit as its
-weights.
+weights. transformers asks `ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)` for it: eager,
+batched_mm, grouped_mm, or one that somebody registered. `install_dispatch` wraps what it returns.
+
+Without gradients, torch.compile takes layers of packed experts into its graph. With them it goes
+around these layers: which experts are decoded depends on the values of a tensor, which a graph
+cannot know. What is between the layers is compiled.
 """
 
 import weakref
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Final
 
 import torch
@@ -234,28 +241,85 @@ def applies_silu(module: Any) -> bool:
     return activation in ("SiLU", "SiLUActivation") and not getattr(module, "has_bias", False)
 
 
+# ------------------------------------------------------------------------------ transformers
+
+
+def _with_packed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an implementation of experts, so that packed layers may compute another way."""
+
+    @wraps(forward)
+    def compute(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_packed = isinstance(getattr(module, "down_proj", None), Experts4bit)
+        if is_packed and len(args) == 3 and not kwargs:
+            result = packed_experts_forward(module, *args)
+            if result is not None:
+                return result
+        return forward(module, *args, **kwargs)
+
+    return compute
+
+
+def install_dispatch(interface: Any) -> None:
+    """Wraps what transformers' interface of experts, the class of ALL_EXPERTS_FUNCTIONS, returns;
+    once.
+    """
+    if getattr(interface, "_nf4conv", False):
+        return
+    choose = interface.get_interface
+    wrapped: dict[Any, Callable[..., Any]] = {}
+
+    @wraps(choose)
+    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        forward = choose(self, *args, **kwargs)
+        if forward not in wrapped:
+            wrapped[forward] = _with_packed_forward(forward)
+        return wrapped[forward]
+
+    interface.get_interface = get_interface
+    interface._nf4conv = True
+
+
+def leave_out_of_graphs(module: torch.nn.Module) -> None:
+    """Has torch.compile call a layer of packed experts as it stands while gradients are recorded.
+    Others of its class are compiled as before.
+    """
+    kind: Any = type(module)
+    if "_nf4conv_is_packed" not in vars(kind):
+        kind._nf4conv_is_packed = False
+        forward = kind.forward
+        disable: Any = torch.compiler.disable
+        reason = "4-bit experts are trained outside of compiled graphs; leave fullgraph off"
+        outside = disable(forward, reason=reason)
+
+        @wraps(forward)
+        def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._nf4conv_is_packed and torch.is_grad_enabled():
+                return outside(self, *args, **kwargs)
+            return forward(self, *args, **kwargs)
+
+        kind.forward = compute
+    module._nf4conv_is_packed = True  # type: ignore[assignment]
+
+
 # ----------------------------------------------------------------------------- torch.compile
 
 _modules: "weakref.WeakValueDictionary[int, torch.nn.Module]" = weakref.WeakValueDictionary()
 # by the address of their key
 
 
-def prepare_layers(model: torch.nn.Module) -> int:
-    """Gives layers of packed experts keys, by which compiled code calls them; returns how many.
+def prepare_layers(model: torch.nn.Module) -> None:
+    """Gives layers of packed experts keys, by which compiled code calls them.
 
     torch.compile then sees one operator in the place of a layer. A key is a buffer, whose address
     names the layer: unlike a number, it leaves the code of equal layers equal, so that layers which
     are compiled one by one share it.
     """
-    prepared = 0
     for module in model.modules():
         experts = getattr(module, "down_proj", None)
         if isinstance(experts, Experts4bit):
             key = torch.empty(1, dtype=torch.uint8, device=experts.device)
             module.register_buffer("_nf4conv_key", key, persistent=False)
             _modules[key.data_ptr()] = module
-            prepared += 1
-    return prepared
 
 
 def _module_of(key: torch.Tensor) -> torch.nn.Module:

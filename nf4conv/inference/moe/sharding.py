@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from nf4conv.errors import PlanError
-from nf4conv.inference.experts import PackedExperts
-from nf4conv.inference.experts.packed import decoded_absmax
+from nf4conv.inference.experts.packed import PackedExperts, decoded_absmax
 from nf4conv.inference.moe.tensor import OPERATIONS, Experts4bit
 
 aten = torch.ops.aten

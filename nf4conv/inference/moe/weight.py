@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nf4conv.inference.experts import PackedExperts, decode
+from nf4conv.inference.experts.packed import PackedExperts, decode
 from nf4conv.inference.experts.product import decode_experts
 from nf4conv.inference.experts.projection import suits_kernels, suits_together
 

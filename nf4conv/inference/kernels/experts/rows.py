@@ -20,9 +20,15 @@ import triton.language as tl
 
 import nf4conv.inference.kernels.product.assembly as text
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.inference.kernels.product.common import add_waiting, decode_scale, run_assembly
+from nf4conv.inference.kernels.product.common import (
+    add_waiting,
+    decode_scale,
+    lane_bytes,
+    lane_of,
+    run_assembly,
+)
+from nf4conv.inference.kernels.product.kernel import leave
 from nf4conv.inference.kernels.product.shapes import Compiled
-from nf4conv.inference.kernels.product.wide import leave
 
 
 @dataclass(eq=False, repr=False)  # told apart by identity, which is faster
@@ -233,7 +239,7 @@ def _find(weight, chosen, stage, thread, SHAPE: tl.constexpr):
             offset = factor
             if SHAPE.nested:
                 offset = tl.load(own.offset + expert * weight.offset_step)
-            places = places + (
+            found = (
                 address,
                 row * SHAPE.row_chunks + chunk,
                 expert.to(tl.int64) * weight.blocks,
@@ -242,6 +248,7 @@ def _find(weight, chosen, stage, thread, SHAPE: tl.constexpr):
                 offset,
                 factor,
             )
+            places = places + (found,)
     return places
 
 
@@ -255,22 +262,23 @@ def _load(places, weight, unit, end, SHAPE: tl.constexpr):
     loaded = ()
     for i in tl.static_range(0 + SHAPE.steps * SHAPE.stacks):
         own = weight.up if i % SHAPE.stacks == 1 else weight.stack
-        place = places[i * 7 : i * 7 + 7]
-        address = place[0] + first.to(tl.int64) * 32
-        there = (place[4] != 0) & (unit < end)
+        address, chunk, blocks_before, nested_before, is_there, _, _ = places[i]
+        address += first.to(tl.int64) * 32
+        there = (is_there != 0) & (unit < end)
+        words = ()
         for slot in tl.static_range(2):
-            piece = place[4] * 0 + slot * 16 * weight.row_step * SHAPE.row_chunks
+            piece = is_there * 0 + slot * 16 * weight.row_step * SHAPE.row_chunks
             operands = (address, piece, there.to(tl.int32))
-            loaded = loaded + run_assembly(read, "rrrr", "lrr", operands)
-        block = (place[1] + first) >> weight.block_shift
-        absmax = tl.load(own.absmax + place[2] + block, mask=there, other=0)
+            words = words + run_assembly(read, "rrrr", "lrr", operands)
+        block = (chunk + first) >> weight.block_shift
+        absmax = tl.load(own.absmax + blocks_before + block, mask=there, other=0)
         nested_absmax = absmax
         if SHAPE.nested:
-            of_stack = ((place[2] + block) >> 8).to(tl.int32)
-            of_expert = place[3] + (block >> 8)
+            of_stack = ((blocks_before + block) >> 8).to(tl.int32)
+            of_expert = nested_before + (block >> 8)
             nested_block = tl.where(weight.nested_blocks > 0, of_expert, of_stack)
             nested_absmax = tl.load(own.nested_absmax + nested_block, mask=there, other=0.0)
-        loaded = loaded + (absmax, nested_absmax)
+        loaded = loaded + ((words, absmax, nested_absmax),)
     return loaded
 
 
@@ -282,14 +290,15 @@ def _load_x(x_rows, step, thread, SHAPE: tl.constexpr):
     """
     x_ptr, group, share = x_rows
     read: tl.constexpr = text.x_assembly()
-    g = thread // 4 % 8
-    t = thread % 4
+    g, t = lane_of(thread)
     term, first = _place(step, g // 2 % 2, thread, SHAPE)
     column = first + t * 32
-    given = (g % 2 == t // 2) & (g < 4) & (term < SHAPE.terms) & (column < SHAPE.row_chunks * 64)
+    columns: tl.constexpr = SHAPE.row_chunks * 64
+    given = (g % 2 == t // 2) & (g < 4) & (term < SHAPE.terms) & (column < columns)
     row = (group * SHAPE.terms + term) // share
-    address = x_ptr.to(tl.int64) + (row.to(tl.int64) * (SHAPE.row_chunks * 64) + column) * 2
-    return run_assembly(read, "r" * 16, "l", (tl.where(given, address, 0),))
+    place = row.to(tl.int64) * columns + column
+    address = tl.where(given, x_ptr.to(tl.int64) + place * 2, 0)
+    return run_assembly(read, "r" * 16, "l", (address,))
 
 
 @triton.jit
@@ -298,7 +307,7 @@ def _add_stage(totals, loaded, places, held_x, x_rows, stage, thread, SHAPE: tl.
     add: tl.constexpr = text.stacks_assembly(x_rows[0].dtype.element_ty, SHAPE.stacks)
     outputs: tl.constexpr = "f" * (2 * SHAPE.stacks)
     inputs: tl.constexpr = outputs + "r" * (8 * SHAPE.stacks) + "f" * SHAPE.stacks + "r" * 17
-    lane_bytes = (thread % 32 * 0x04040404,)  # 4 * lane in each byte
+    lane = (lane_bytes(thread),)
     for i in tl.static_range(0 + SHAPE.steps):
         x = held_x
         if not SHAPE.holds_x:
@@ -306,12 +315,12 @@ def _add_stage(totals, loaded, places, held_x, x_rows, stage, thread, SHAPE: tl.
         words = ()
         scale = ()
         for which in tl.static_range(0 + SHAPE.stacks):
-            own = loaded[(i * SHAPE.stacks + which) * 10 : (i * SHAPE.stacks + which) * 10 + 10]
-            place = places[(i * SHAPE.stacks + which) * 7 : (i * SHAPE.stacks + which) * 7 + 7]
-            words = words + own[:8]
-            one = decode_scale(own[8], own[9], place[5], None, True, SHAPE)
-            scale = scale + (one * place[6],)
-        totals = run_assembly(add, outputs, inputs, totals + words + scale + lane_bytes + x)
+            own_words, absmax, nested_absmax = loaded[i * SHAPE.stacks + which]
+            _, _, _, _, _, offset, factor = places[i * SHAPE.stacks + which]
+            words = words + own_words
+            one = decode_scale(absmax, nested_absmax, offset, None, True, SHAPE)
+            scale = scale + (one * factor,)
+        totals = run_assembly(add, outputs, inputs, totals + words + scale + lane + x)
     return totals
 
 

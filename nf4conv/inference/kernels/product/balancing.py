@@ -94,34 +94,20 @@ class Pace(NamedTuple):
     stages: tuple[float, ...]
 
 
-def _tile(rows: int, programs: int, blocks: int) -> Shape:
-    """Returns the shape of a tile kernel; a stage has 64 * blocks k."""
-    return Shape(
-        rows,
-        ranges=1,
-        column_tiles=rows // 8,
-        warps=4,
-        slots=4,
-        blocks=blocks,
-        copied=blocks,
-        programs=programs,
-    )
-
-
 PACES: Final = {
     8: (
         Pace(SHAPES[2], (1.2, 1.95)),
-        Pace(_tile(8, 3, blocks=4), (1.1, 1.9, 2.85)),
-        Pace(_tile(8, 4, blocks=2), (0.85, 1.15, 1.68, 2.07)),
+        Pace(Shape(8, blocks=4, programs=3), (1.1, 1.9, 2.85)),
+        Pace(Shape(8, programs=4), (0.85, 1.15, 1.68, 2.07)),
     ),
     16: (
         Pace(SHAPES[3], (1.37, 2.07)),
-        Pace(_tile(16, 3, blocks=2), (0.88, 1.25, 1.65)),
-        Pace(_tile(16, 4, blocks=2), (1.05, 1.3, 1.75, 2.14)),
+        Pace(Shape(16, programs=3), (0.88, 1.25, 1.65)),
+        Pace(Shape(16, programs=4), (1.05, 1.3, 1.75, 2.14)),
     ),
     32: (
         Pace(SHAPES[4], (1.02, 1.29)),
-        Pace(_tile(32, 3, blocks=2), (1.4, 1.65, 1.97)),
+        Pace(Shape(32, programs=3), (1.4, 1.65, 1.97)),
     ),
 }
 """The shapes to choose among, by the rows of x that they take at most. The first of each has two

@@ -93,6 +93,12 @@ def add_waiting(sums, thread, PARTS: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def lane_of(thread):
+    """Returns g and t of each lane (g, t) of a warp."""
+    return thread // 4 % 8, thread % 4
+
+
+@triton.jit
 def lane_bytes(thread):
     """Returns 4 * lane in each byte, by which a lane finds its copy of the table of pairs."""
     return thread % 32 * 0x04040404

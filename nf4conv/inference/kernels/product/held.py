@@ -17,6 +17,7 @@ from nf4conv.inference.kernels.product.common import (
     add_waiting,
     decode_scale,
     lane_bytes,
+    lane_of,
     lay_out,
     meet,
     run_assembly,
@@ -52,13 +53,15 @@ def held_kernel(
     end = unit + share + (program < longer).to(tl.int32)
     last = tl.minimum(end * 8, n)  # the row behind those of the program
     part = (weight, k, block_shift, last)
+    x_rows = (x_ptr, m, k)
+    result = (out_ptr, m, n, norm)
     thread, sums = _start(part, unit, pair_ptr, thread, SHAPE)
     offset = tl.load(weight.offset) if SHAPE.nested else 0.0
     address, left = _find(part, unit, thread, SHAPE)
     ahead = _load(part, unit, address, left, thread, SHAPE)
     x = ()
     for step in tl.static_range(0, 0 + SHAPE.steps, 0 + SHAPE.sharing):
-        x = x + _load_x(x_ptr, m, k, step, thread, SHAPE)
+        x = x + (_load_x(x_rows, step, thread, SHAPE),)
     thread = meet(weight.code, thread, SHAPE.nested, SHAPE)
     held = 0
     while unit < end:
@@ -69,7 +72,7 @@ def held_kernel(
         totals = _add_unit(current, x, x_ptr, offset, weight.code, thread, SHAPE)
         _leave(totals, sums, held, thread, SHAPE)
         if (held == SHAPE.held - 1) | (unit == end - 1):
-            _gather(out_ptr, sums, m, last, n, norm, unit - held, held, thread, SHAPE)
+            _gather(result, sums, unit - held, last, held, thread, SHAPE)
         held = (held + 1) % SHAPE.held
         unit += 1
 
@@ -154,15 +157,15 @@ def _load(part, unit, address, left, thread, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _load_x(x_ptr, m, k, step, thread, SHAPE: tl.constexpr):
+def _load_x(x_rows, step, thread, SHAPE: tl.constexpr):
     """Loads what a lane gives to its column of x: 16 words, 0 where there is none.
 
     Column 2 · (2 · row + range) + block has the k of that block of 64, and 0 for the other one. If
     two steps share, the row stands for this step or the one behind it.
     """
+    x_ptr, m, k = x_rows
     read: tl.constexpr = text.x_assembly()
-    g = thread // 4 % 8
-    t = thread % 4
+    g, t = lane_of(thread)
     row = g // 4
     column_range = g // 2 % 2
     given = g % 2 == t // 2
@@ -171,8 +174,9 @@ def _load_x(x_ptr, m, k, step, thread, SHAPE: tl.constexpr):
         row = g * 0
     at = _first_k(step, thread, SHAPE) + (column_range - g % 2) * 128 + t * 32
     given = given & (row < m) & (at < k)
-    address = x_ptr.to(tl.int64) + (row.to(tl.int64) * k + at) * 2
-    return run_assembly(read, "r" * 16, "l", (tl.where(given, address, 0),))
+    place = row.to(tl.int64) * k + at
+    address = tl.where(given, x_ptr.to(tl.int64) + place * 2, 0)
+    return run_assembly(read, "r" * 16, "l", (address,))
 
 
 @triton.jit
@@ -188,7 +192,7 @@ def _add_unit(loaded, x, x_ptr, offset, code_ptr, thread, SHAPE: tl.constexpr):
     for step in tl.static_range(0 + SHAPE.steps):
         scale = decode_scale(absmax[step], nested[step], offset, code_ptr, True, SHAPE)
         operands = loaded[8 * step : 8 * step + 8] + (scale, lane_bytes(thread))
-        operands = operands + x[step // SHAPE.sharing * 16 : step // SHAPE.sharing * 16 + 16]
+        operands = operands + x[step // SHAPE.sharing]
         if step % SHAPE.sharing == 1:
             others = run_assembly(add, "ff", inputs, others + operands)
         else:
@@ -209,8 +213,7 @@ def _add_unit(loaded, x, x_ptr, offset, code_ptr, thread, SHAPE: tl.constexpr):
 @triton.jit
 def _leave(totals, sums, held, thread, SHAPE: tl.constexpr):
     """Leaves the totals of a unit in shared memory, behind those of `held` others."""
-    g = thread // 4 % 8
-    t = thread % 4
+    g, t = lane_of(thread)
     store: tl.constexpr = """{
         .reg .pred p;
         setp.ne.b32 p, $4, 0;
@@ -228,13 +231,14 @@ def _leave(totals, sums, held, thread, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _gather(out_ptr, sums, m, last, n, norm, first, held, thread, SHAPE: tl.constexpr):
+def _gather(result, sums, first, last, held, thread, SHAPE: tl.constexpr):
     """Adds up what all ranges and warps have left of `held` + 1 units, `first` and those behind it,
     and stores it.
 
     A unit has SHAPE.sums threads; thread 2 * (rows * row + row of x) + slot has that row of the
     slot.
     """
+    out_ptr, m, n, norm = result
     found = add_waiting(sums, thread, SHAPE.warps * 2, SHAPE)
     unit = thread // SHAPE.sums
     index = thread % SHAPE.sums

@@ -25,15 +25,17 @@ import triton.language as tl
 import nf4conv.inference.kernels.product.assembly as text
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.inference.kernels.product.common import (
+    add_waiting,
     decode_scales,
     first_row,
     lane_bytes,
+    lane_of,
     lay_out,
     meet,
     run_assembly,
+    store_sums,
 )
 from nf4conv.inference.kernels.product.tile import copy_x, finish, tile_stage
-from nf4conv.inference.kernels.product.wide import gather, leave, wide_stage
 
 
 @kernel
@@ -82,6 +84,8 @@ def product_kernel(
     end = tl.minimum(unit + share, n) if SHAPE.wide else share
     split_shift = 0 if SHAPE.wide else split_shift
     part = (weight, n, k, block_shift, end)
+    x_rows = (x_ptr, m, k)
+    result = (out_ptr, m, n, norm)
     # what follows must come after it: the kernel before may have written all else
     thread, tiles = _start(part, unit, steps, split_shift, pair_ptr, thread, SHAPE)
     offset = tl.load(weight.offset) if SHAPE.nested else 0.0
@@ -89,7 +93,7 @@ def product_kernel(
     thread = meet(weight.code, thread, SHAPE.wide and SHAPE.nested, SHAPE)
     if not SHAPE.wide:
         first = _first_k(unit, 0, steps, split_shift, thread, SHAPE)
-        copy_x(x_ptr, tiles, first, m, k, thread, SHAPE)
+        copy_x(x_rows, tiles, first, thread, SHAPE)
     totals = ()
     for _ in tl.static_range(0 + SHAPE.totals):
         totals = totals + (tl.zeros(thread.shape, tl.float32),)
@@ -115,19 +119,19 @@ def product_kernel(
         operands = current[: SHAPE.words] + scales + (lane_bytes(thread),)
         if SHAPE.wide:
             whole = unit + SHAPE.unit_rows // 2 < end
-            totals = wide_stage(totals, operands, x_ptr, m, k, first, whole, thread, SHAPE)
+            totals = wide_stage(totals, operands, x_rows, first, whole, thread, SHAPE)
         else:
             totals = tile_stage(
-                totals, operands, x_ptr, m, k, first, following, tiles, parity, thread, SHAPE
+                totals, operands, x_rows, first, following, tiles, parity, thread, SHAPE
             )
         if done:
             if SHAPE.wide:
                 leave(totals, tiles, parity, thread, SHAPE)
                 if (parity == SHAPE.held - 1) | (stage == stages - 1):
                     first_of_held = unit - parity * SHAPE.unit_rows
-                    gather(out_ptr, tiles, m, n, norm, first_of_held, end, parity, thread, SHAPE)
+                    gather(result, tiles, first_of_held, end, parity, thread, SHAPE)
             else:
-                _finish_part(totals, out_ptr, m, n, norm, unit, split_shift, thread, SHAPE)
+                finish(totals, result, unit, split_shift, thread, SHAPE)
         totals = _zero_if(done, totals, SHAPE)
         if SHAPE.wide:
             parity = tl.where(done, (parity + 1) % SHAPE.held, parity)
@@ -223,17 +227,75 @@ def _load_stage(part, unit, step, steps, split_shift, thread, SHAPE: tl.constexp
 
 
 @triton.jit
-def _finish_part(totals, out_ptr, m, n, norm, unit, split_shift, thread, SHAPE: tl.constexpr):
-    """Stores the sums of a unit that is not wide, in its part of the result."""
-    split = unit & ((1 << split_shift) - 1)
-    part_ptr = out_ptr + split.to(tl.int64) * m * n
-    finish(totals, part_ptr, m, n, norm, unit >> split_shift, thread, SHAPE)
-
-
-@triton.jit
 def _zero_if(done, totals, SHAPE: tl.constexpr):
     """Returns the totals, or as many zeros."""
     kept = ()
     for i in tl.static_range(0 + SHAPE.totals):
         kept = kept + (tl.where(done, 0.0, totals[i]),)
     return kept
+
+
+# ---------------------------------------------------------------- one to four rows of x
+
+
+@triton.jit
+def wide_stage(totals, operands, x_rows, first, whole, thread, SHAPE: tl.constexpr):
+    """Adds a stage to the totals of the slots, and returns them.
+
+    Column 2 * (ranges * row of x + range) + block: a lane (g, t) gives x to column g, and finds the
+    sums of row of x t // ranges and range t % ranges; they are meant for it if its rows are of that
+    range. Slots 2 and 3 are left out if the unit is not whole.
+    """
+    x_ptr, m, k = x_rows
+    g, t = lane_of(thread)
+    row = g // 2 // SHAPE.ranges
+    at = first + (g // 2 % SHAPE.ranges - g % SHAPE.ranges) * 128 + t * 32
+    given = (g % 2 == t * 2 // 4) & (at < k)
+    place = (row.to(tl.int64) * k + at) * 2
+    address = tl.where(given & (row < m), x_ptr.to(tl.int64) + place, 0)
+    outputs: tl.constexpr = "f" * SHAPE.totals
+    add: tl.constexpr = text.wide_assembly(x_ptr.dtype.element_ty)
+    inputs: tl.constexpr = outputs + "r" * 16 + "f" * SHAPE.scales + "rlr"
+    whole = thread * 0 + whole.to(tl.int32)
+    return run_assembly(add, outputs, inputs, totals + operands + (address, whole))
+
+
+@triton.jit
+def leave(totals, sums, held, thread, SHAPE: tl.constexpr):
+    """Leaves the totals of a unit in shared memory, behind those of `held` others."""
+    g, t = lane_of(thread)
+    place = (g // SHAPE.ranges * (4 // SHAPE.ranges) + t // SHAPE.ranges) * 16
+    range_of_warp = (held * SHAPE.warps + thread // 32) * SHAPE.ranges + g % SHAPE.ranges
+    place += range_of_warp * (4 * SHAPE.sums)
+    meant = (g % SHAPE.ranges == t % SHAPE.ranges).to(tl.int32)
+    _store_totals(totals, sums + place, meant)
+
+
+@triton.jit
+def _store_totals(totals, place, meant):
+    """Stores four totals at a place of shared memory, if they are meant."""
+    store: tl.constexpr = """{
+        .reg .pred p;
+        setp.ne.b32 p, $6, 0;
+        @p st.shared.v4.f32 [$5], {$1, $2, $3, $4};
+        mov.b32 $0, 0;
+        }"""
+    run_assembly(store, "r", "ffffrr", totals + (place, meant))
+
+
+@triton.jit
+def gather(result, sums, first, end, held, thread, SHAPE: tl.constexpr):
+    """Adds up what all ranges and warps have left of `held` + 1 wide units, and stores it.
+
+    The first unit begins at row `first`. A unit has SHAPE.sums threads, of which thread
+    4 * (columns * row + column) + slot stores that row of the slot, and that column: a row of x.
+    """
+    COLUMNS: tl.constexpr = SHAPE.columns
+    out_ptr, m, n, norm = result
+    found = add_waiting(sums, thread, SHAPE.warps * SHAPE.ranges, SHAPE)
+    unit = thread // SHAPE.sums
+    column = thread // 4 % COLUMNS
+    row_of_slot = thread % SHAPE.sums // 4 // COLUMNS
+    row = first + unit * SHAPE.unit_rows + thread % 4 * SHAPE.apart + row_of_slot
+    meant = (unit <= held) & (column < m) & (row < end)
+    store_sums(found * norm, out_ptr, row, column, meant, n)

@@ -21,18 +21,18 @@ class Shape(Compiled):
     """The shape of a product: product_kernel is compiled once for each.
 
     Attributes:
-        rows: rows of x at most.
-        ranges: ranges of k that a warp works on at once: 2 or 1 if wide, for up to 2 or 4 rows; 1
-            otherwise.
-        column_tiles: rows of x, divided by 8; 0 for a wide kernel.
-        warps: of a program.
-        slots: rows of W that a lane works on: 4 if wide, otherwise 2 or 4.
+        rows: rows of x at most: 2 or 4 for the wide kernel, from 8 on for the tile kernel.
         blocks: of 64 k in a stage of a warp, for each of its ranges: 2 if wide.
-        copied: blocks whose x is copied to shared memory at once; 0 if wide.
+        programs: that a multiprocessor holds.
         nested: True if absmax is uint8 codes.
         early: True to begin before the kernel before has ended.
-        programs: that a multiprocessor holds.
         wide: True for the wide kernel, False for the tile kernel.
+        ranges: ranges of k that a warp works on at once: 2 or 1 if wide, for up to 2 or 4 rows; 1
+            otherwise.
+        column_tiles: rows of x, divided by 8; 0 if wide.
+        copied: blocks whose x is copied to shared memory at once; 0 if wide.
+        warps: of a program.
+        slots: rows of W that a lane works on.
         apart: rows of W from slot to slot.
         unit_rows: rows of W of a unit.
         span: k of a stage of a program.
@@ -49,35 +49,36 @@ class Shape(Compiled):
     """
 
     rows: int
-    ranges: int
-    column_tiles: int
-    warps: int
-    slots: int
-    blocks: int
-    copied: int
+    blocks: int = 2
+    programs: int = 2
     nested: bool = True
     early: bool = True
-    programs: int = 2
 
     def __post_init__(self) -> None:
-        self.wide = self.column_tiles == 0
+        self.wide = self.rows <= 4
+        self.ranges = 4 // self.rows if self.wide else 1
+        self.column_tiles = self.rows // 8
+        self.slots = 4
         self.apart = 8 // self.ranges
         self.unit_rows = self.apart * self.slots
         self.span = 64 * self.blocks * self.ranges
-        if self.wide:  # all warps share the rows, and divide k
-            self.span *= self.warps
-            self.totals = 4
-        else:
-            self.unit_rows *= self.warps
-            self.totals = 2 * self.column_tiles * self.slots
-            self.shared_bytes = 2048 * self.column_tiles * self.copied
         self.words = 2 * self.slots * self.blocks
         self.scales = -(-self.slots * self.blocks // 4)
         self.columns = 4 // self.ranges
         self.sums = 4 * self.apart * self.columns
         self.held = 2 * self.ranges
-        if self.wide:
+        if self.wide:  # all warps share the rows, and divide k
+            self.warps = 8
+            self.copied = 0
+            self.span *= self.warps
+            self.totals = 4
             self.shared_bytes = 4 * self.held * self.warps * self.ranges * self.sums
+        else:
+            self.warps = 4
+            self.copied = self.blocks if self.rows <= 32 else 1
+            self.unit_rows *= self.warps
+            self.totals = 2 * self.column_tiles * self.slots
+            self.shared_bytes = 2048 * self.column_tiles * self.copied
         self.parts = self.blocks // max(self.copied, 1)
         self.registers = registers_of(self.warps, self.programs)
 
@@ -122,19 +123,7 @@ def registers_of(warps: int, programs: int) -> int:
     return min(65536 // (32 * warps * programs) // 8 * 8, 255)
 
 
-def _wide(rows: int, ranges: int) -> Shape:
-    """Returns the shape of a wide kernel."""
-    return Shape(rows, ranges, column_tiles=0, warps=8, slots=4, blocks=2, copied=0)
-
-
-SHAPES = (
-    _wide(rows=2, ranges=2),
-    _wide(rows=4, ranges=1),
-    Shape(rows=8, ranges=1, column_tiles=1, warps=4, slots=4, blocks=4, copied=4),
-    Shape(rows=16, ranges=1, column_tiles=2, warps=4, slots=4, blocks=4, copied=4),
-    Shape(rows=32, ranges=1, column_tiles=4, warps=4, slots=4, blocks=2, copied=2),
-    Shape(rows=64, ranges=1, column_tiles=8, warps=4, slots=4, blocks=2, copied=1),
-)
+SHAPES = (Shape(2), Shape(4), Shape(8, blocks=4), Shape(16, blocks=4), Shape(32), Shape(64))
 """A shape for each number of rows of x; balancing.py has others for some products."""
 
 HELD_SHAPES = (

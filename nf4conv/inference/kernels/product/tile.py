@@ -15,7 +15,7 @@ from nf4conv.inference.kernels.product.common import first_row, run_assembly, st
 
 @triton.jit
 def tile_stage(
-    totals, operands, x_ptr, m, k, first, following, tiles, parity, thread, SHAPE: tl.constexpr
+    totals, operands, x_rows, first, following, tiles, parity, thread, SHAPE: tl.constexpr
 ):
     """Adds a stage to the totals, and returns them: per row and column tile two of row g, then two
     of row g + 8.
@@ -30,11 +30,11 @@ def tile_stage(
         run_assembly(wait, "r", "r", (thread,))
         next_k = first + (part + 1) * 64 * SHAPE.copied if part < SHAPE.parts - 1 else following
         other_tile = tiles + (1 - parity) * (SHAPE.shared_bytes // 2)
-        copy_x(x_ptr, other_tile, next_k, m, k, thread, SHAPE)
+        copy_x(x_rows, other_tile, next_k, thread, SHAPE)
         tile = tiles + parity * (SHAPE.shared_bytes // 2)
         # a name for this text would be a constexpr that is defined again in each turn
         totals = run_assembly(
-            tile_assembly(x_ptr.dtype.element_ty, SHAPE, part),
+            tile_assembly(x_rows[0].dtype.element_ty, SHAPE, part),
             outputs,
             inputs,
             totals + operands + (tile,),
@@ -44,8 +44,9 @@ def tile_stage(
 
 
 @triton.jit
-def copy_x(x_ptr, tiles, first, m, k, thread, SHAPE: tl.constexpr):
+def copy_x(x_rows, tiles, first, thread, SHAPE: tl.constexpr):
     """Begins to copy 64 * copied k of x to shared memory; zeros where there is none."""
+    x_ptr, m, k = x_rows
     copy: tl.constexpr = "cp.async.cg.shared.global [$2], [$1], 16, $3; mov.b32 $0, 0;"
     for i in tl.static_range(SHAPE.copied * SHAPE.column_tiles * 2 // SHAPE.warps):
         index = thread + i * 32 * SHAPE.warps  # of 16 bytes
@@ -61,9 +62,12 @@ def copy_x(x_ptr, tiles, first, m, k, thread, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def finish(totals, out_ptr, m, n, norm, tile, thread, SHAPE: tl.constexpr):
-    """Stores the sums of a unit that is not wide."""
-    first = first_row(tile, thread, SHAPE)
+def finish(totals, result, unit, split_shift, thread, SHAPE: tl.constexpr):
+    """Stores the sums of a unit that is not wide, in its part of the result."""
+    out_ptr, m, n, norm = result
+    split = unit & ((1 << split_shift) - 1)
+    out_ptr += split.to(tl.int64) * m * n
+    first = first_row(unit >> split_shift, thread, SHAPE)
     for i in tl.static_range(0 + SHAPE.totals):
         column = thread % 4 * 2 + (i // 4 % SHAPE.column_tiles * 8 + i % 2)
         row = first + (i // 2 % 2 + i // (4 * SHAPE.column_tiles) * 2) * 8

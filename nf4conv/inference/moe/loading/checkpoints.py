@@ -158,10 +158,7 @@ def prepare_transformers(model: Any, parameters: Iterable[str]) -> None:
     from transformers.integrations import moe
 
     from nf4conv.inference.moe.adapted import know_adapters
-    from nf4conv.inference.moe.dispatch import (
-        install_dispatch,
-        leave_out_of_graphs,
-    )
+    from nf4conv.inference.moe.forward import install_dispatch, leave_out_of_graphs
     from nf4conv.inference.moe.sharding import install_sharding
     from nf4conv.inference.moe.tensor import know_transformers_operators
 

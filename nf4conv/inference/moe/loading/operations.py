@@ -14,7 +14,7 @@ from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
 from nf4conv.format.layout import COMPONENT_SUFFIXES
-from nf4conv.inference.experts import PackedExperts, split_stack, stack_experts
+from nf4conv.inference.experts.packed import PackedExperts, split_stack, stack_experts
 from nf4conv.inference.moe.loading.headers import AGAIN
 from nf4conv.inference.moe.tensor import Experts4bit
 from nf4conv.inference.moe.weight import ALTERNATING, AS_STORED, SEPARATED, PackedWeight

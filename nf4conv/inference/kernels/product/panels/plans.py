@@ -25,12 +25,12 @@ class Panel(Compiled):
     Attributes:
         groups: warpgroups, 64 rows of W each: 2 or 4.
         columns: rows of x, a multiple of 16 up to 256.
-        stages: turns of x in shared memory, 3 or more.
-        sets: units of decoded weights that a warpgroup holds: with 2 it decodes one while the other
-            is multiplied.
         scales_sums: True to scale sums of 64 k, which takes twice the registers for sums; False to
             scale weights.
         nested: True if absmax is uint8 codes.
+        stages: turns of x in shared memory: four of 128 rows fit.
+        sets: units of decoded weights that a warpgroup holds: with 2 it decodes one while the other
+            is multiplied; four warpgroups have no registers for a second.
         rows: rows of W.
         totals: sums that a thread keeps.
         turn_bytes: of x for a turn, 128 k.
@@ -41,12 +41,12 @@ class Panel(Compiled):
 
     groups: int
     columns: int
-    stages: int
-    sets: int
     scales_sums: bool
     nested: bool = True
 
     def __post_init__(self) -> None:
+        self.stages = 4 if self.columns <= 128 else 3
+        self.sets = 2 if self.groups == 2 else 1
         self.rows = 64 * self.groups
         self.totals = self.columns // 2
         self.turn_bytes = 256 * self.columns
@@ -64,35 +64,21 @@ def without_nesting(panel: Panel) -> Panel:
 MOST_ROWS: Final = 512
 """Rows of x at most: nothing above was measured."""
 
-
-def _scales_sums(groups: int, columns: int) -> Panel:
-    """Returns a panel that scales sums: four warpgroups have no registers for a second set."""
-    sets = 2 if groups == 2 else 1
-    return Panel(groups, columns, stages=4, sets=sets, scales_sums=True)
-
-
-def _scales_weights(groups: int, columns: int) -> Panel:
-    """Returns a panel that scales weights: shared memory holds four stages of 128 rows of x."""
-    sets = 2 if groups == 2 else 1
-    stages = 4 if columns <= 128 else 3
-    return Panel(groups, columns, stages, sets, scales_sums=False)
-
-
 PANELS: Final = (
-    _scales_sums(groups=2, columns=48),
-    _scales_sums(groups=2, columns=64),
-    _scales_sums(groups=2, columns=96),
-    _scales_sums(groups=2, columns=128),
-    _scales_sums(groups=4, columns=48),
-    _scales_sums(groups=4, columns=64),
-    _scales_weights(groups=4, columns=96),
-    _scales_weights(groups=4, columns=128),
-    _scales_weights(groups=2, columns=128),
-    _scales_weights(groups=2, columns=160),
-    _scales_weights(groups=2, columns=176),
-    _scales_weights(groups=2, columns=192),
-    _scales_weights(groups=2, columns=224),
-    _scales_weights(groups=2, columns=256),
+    Panel(2, 48, scales_sums=True),
+    Panel(2, 64, scales_sums=True),
+    Panel(2, 96, scales_sums=True),
+    Panel(2, 128, scales_sums=True),
+    Panel(4, 48, scales_sums=True),
+    Panel(4, 64, scales_sums=True),
+    Panel(4, 96, scales_sums=False),
+    Panel(4, 128, scales_sums=False),
+    Panel(2, 128, scales_sums=False),
+    Panel(2, 160, scales_sums=False),
+    Panel(2, 176, scales_sums=False),
+    Panel(2, 192, scales_sums=False),
+    Panel(2, 224, scales_sums=False),
+    Panel(2, 256, scales_sums=False),
 )
 
 
