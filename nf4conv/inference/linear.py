@@ -63,42 +63,40 @@ def linear_4bit(
     if torch.compiler.is_compiling():
         return _traced(x, packed, quant_state, bias)
     weight = _weight_of(packed, quant_state)
-    trains = _trains(x, bias)
+    is_trained = trains(x, bias)
     is_plain = type(x) is torch.Tensor
     product = None
     if is_plain:
         # torch's dispatcher, which the operators go through, takes longer than the launch
         product = weight.product_for(x, bias)
     else:
-        weight.check(x, bias)
-    if product is not None and not trains:
+        _check_operands(x, bias, weight.shape, weight.device)
+    if product is not None and not is_trained:
         return product(x, weight.kernel_addresses, bias)
-    operands = _operands(packed, quant_state)
+    operands = _operands(packed.data.view(torch.uint8), quant_state)
     if product is not None:
         decode = weight.decode_to(x.dtype)
         trained: torch.Tensor = multiply_with_gradients(
             x, bias, product, decode, weight.kernel_addresses, operands[:5]
         )
         return trained
-    if is_plain and not trains:
+    if is_plain and not is_trained:
         return multiply_packed(x, bias, *operands)
-    operator = train_op if trains else linear_op
+    operator = train_op if is_trained else linear_op
     result: torch.Tensor = operator(x, bias, *operands)
     return result
 
 
-def _operands(packed: torch.Tensor, state: QuantState) -> tuple[Any, ...]:
+def _operands(codes: torch.Tensor, state: QuantState) -> tuple[Any, ...]:
     """Returns the arguments of the operators that are of the weight."""
-    decoding = decoding_of(state)
-    codes = packed.data.view(torch.uint8)
-    n = state.shape[0]
-    return codes, *decoding.tensors(), n, decoding.quant_type, decoding.blocksize
+    tensors = decoding_of(state).tensors()
+    return codes, *tensors, state.shape[0], state.quant_type, state.blocksize
 
 
-def _trains(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Returns True if gradients of x or bias may be asked for."""
+def trains(x: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Returns True if gradients of x or another tensor may be asked for."""
     return torch.is_grad_enabled() and (
-        x.requires_grad or (bias is not None and bias.requires_grad)
+        x.requires_grad or (other is not None and other.requires_grad)
     )
 
 
@@ -108,17 +106,12 @@ def _traced(
     """Computes `linear_4bit` in a graph that torch.compile makes: what is checked here is checked
     once for the graph, and the tables are made before any run of it.
     """
-    n, _ = _checked_shape(packed, state)
-    _check_operands(x, bias, state.shape, packed.device)
-    decoding = decoding_of(state)
-    _make_tables(decoding.quant_type, x.dtype, x.device)
-    operator = train_op if _trains(x, bias) else linear_op
+    _check_operands(x, bias, _checked_shape(packed, state), packed.device)
+    _make_tables(state.quant_type, x.dtype, x.device)
+    operator = train_op if trains(x, bias) else linear_op
     # a view: at every call of an operator with bitsandbytes' own class of parameters, torch asks it
     # in Python what to do
-    codes = packed.reshape(-1)
-    result: torch.Tensor = operator(
-        x, bias, codes, *decoding.tensors(), n, decoding.quant_type, decoding.blocksize
-    )
+    result: torch.Tensor = operator(x, bias, *_operands(packed.reshape(-1), state))
     return result
 
 
@@ -214,23 +207,16 @@ class _Weight:
             codes = (packed.data_ptr(), packed.nbytes)
             return codes == self.codes and packed.is_contiguous()
 
-    def check(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Raises CodecError unless x and bias fit."""
-        _check_operands(x, bias, self.shape, self.device)
-
     def product_for(self, x: torch.Tensor, bias: torch.Tensor | None) -> "Multiply | None":
         """Returns what multiplies with x and adds the bias; None where there are no kernels."""
         product = self.products.get((x.shape, x.dtype, x.device))
-        if product is None:
-            self.check(x, bias)
-            if has_kernels(self.device):
-                product = self._prepare(x)
-        elif bias is not None and (bias.shape != self.bias_shape or bias.device != self.device):
-            self.check(x, bias)
-        return product
-
-    def _prepare(self, x: torch.Tensor) -> "Multiply":
-        """Returns what multiplies all that have the shape, dtype and device of x."""
+        if product is not None:
+            if bias is not None and (bias.shape != self.bias_shape or bias.device != self.device):
+                _check_operands(x, bias, self.shape, self.device)
+            return product
+        _check_operands(x, bias, self.shape, self.device)
+        if not has_kernels(self.device):
+            return None
         from nf4conv.inference.kernels.product import choosing  # importing Triton takes a second
 
         product = choosing.prepare_multiply(x.shape, x.dtype, x.device, self._matrix())

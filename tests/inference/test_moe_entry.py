@@ -112,7 +112,7 @@ ORDERS = {
     "by the documented line": "import nf4conv.inference.moe\n" + QUANTIZER,
     "all of them": "import bitsandbytes, nf4conv.inference.moe\n"
     + QUANTIZER
-    + "import nf4conv.inference.moe.hooks\n",
+    + "import nf4conv.inference.moe.loading.checkpoints\n",
 }
 
 

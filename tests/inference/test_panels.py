@@ -136,7 +136,7 @@ def test_without_tensor_maps_weights_are_decoded(
     monkeypatch: pytest.MonkeyPatch, found: Callable[[], Any]
 ) -> None:
     driver_is(monkeypatch, found)
-    with pytest.raises(preparing.TensorMapError):
+    with pytest.raises(preparing.CannotLaunchError):
         preparing.map_of(40, 192, 48, torch.bfloat16)
 
     def prepare(x_shape: torch.Size, dtype: torch.dtype, *_: object) -> None:

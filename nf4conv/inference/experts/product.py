@@ -28,20 +28,14 @@ _STEP: Final = 2048  # k of a step: 8 warps with two ranges of 128
 _REGISTERS: Final = 128  # of a thread: two programs on a multiprocessor
 
 
-def suits_rows(x: torch.Tensor, projection: Projection) -> bool:
-    """Returns True if `multiply_rows` can multiply x with a projection."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return projection.rows % 8 == 0 and x.data_ptr() % 16 == 0
-
-
 def multiply_rows(
     x: torch.Tensor,
     ids: torch.Tensor,
     projection: Projection,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiplies each row with its experts, one by one, where `suits_rows`; tensors are contiguous.
+    """Multiplies each row with its experts, one by one; tensors are contiguous. x begins at a
+    multiple of 16 bytes, and the rows of the projection are a multiple of 8.
 
     x is [tokens, columns], or [tokens · k, columns]; ids are [tokens, k] int64. With weights,
     [tokens, k], the results of a token are weighted and added up. Returns [tokens · k,
@@ -61,7 +55,8 @@ def multiply_rows(
     if groups == 0:
         return out
     first = projection.stack
-    own_units = _own_units(projection, groups)
+    programs = max(1, 2 * _processors(x.device) // groups)  # of a group: two share a multiprocessor
+    own_units = -(-projection.rows // (8 * programs))
     stacks = 1 if projection.up is None else 2
     steps = -(-terms * (-(-first.columns // 128) * 128) // _STEP)
     stage = min(steps, MOST_STEPS // stacks)
@@ -92,12 +87,6 @@ def multiply_rows(
         begins_early=shape.early,
     )
     return out
-
-
-def _own_units(projection: Projection, groups: int) -> int:
-    """Returns the units of a program, if two of them share a multiprocessor."""
-    programs = max(1, 2 * _processors(projection.stack.device) // groups)  # of a group
-    return -(-projection.rows // (8 * programs))
 
 
 @cache
@@ -161,18 +150,11 @@ def group_by_expert(
     ids are [tokens, k] int64, contiguous; a token has an expert once at most. A group has `members`
     at most, a power of two.
     """
-    tokens = ids.shape[0]
-    if tokens <= members and ids.numel() <= MOST_PAIRS:
+    flat = ids.view(-1)
+    if len(ids) <= members and flat.numel() <= MOST_PAIRS:  # a group for each expert
         from nf4conv.inference.kernels.experts.groups import gather_pairs  # importing Triton: slow
 
-        return gather_pairs(ids.view(-1), experts, members)
-    return _group_many(ids.view(-1), experts, members)
-
-
-def _group_many(
-    flat: torch.Tensor, experts: int, members: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups pairs by their expert, as many groups as it takes; by torch's operations."""
+        return gather_pairs(flat, experts, members)
     count = flat.numel()
     device = flat.device
     flat = torch.where(flat < 0, experts, flat)

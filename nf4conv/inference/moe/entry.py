@@ -15,7 +15,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
-from nf4conv.inference.moe.loading.checkpoints import KNOWN, QUANTIZER, log
+from nf4conv.inference.moe.loading.checkpoints import KNOWN, QUANTIZER, install, log
 
 SWITCH: Final = "NF4CONV_MOE"
 
@@ -60,15 +60,13 @@ def activate() -> None:
 
 
 def _patch_if_there() -> bool:
-    """Gives transformers' quantizer the methods of hooks.py, once; returns whether it is there."""
+    """Prepares transformers' quantizer by checkpoints.py, once; returns whether it is there."""
     quantizer = getattr(sys.modules.get(QUANTIZER), "Bnb4BitHfQuantizer", None)
     if quantizer is None:
         return False
     if "_nf4conv" in vars(quantizer) or not _needs_loader(sys.modules["transformers"].__version__):
         return True
     quantizer._nf4conv = None  # before an import, at which this is called again
-    from nf4conv.inference.moe.hooks import install  # its imports are rarely needed
-
     install(quantizer)
     return True
 

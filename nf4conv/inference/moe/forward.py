@@ -28,7 +28,6 @@ from nf4conv.inference.experts.product import (
     group_by_expert,
     multiply_groups,
     multiply_rows,
-    suits_rows,
 )
 from nf4conv.inference.experts.projection import (
     Projection,
@@ -36,6 +35,7 @@ from nf4conv.inference.experts.projection import (
     suits_kernels,
     suits_together,
 )
+from nf4conv.inference.linear import trains
 from nf4conv.inference.moe.tensor import Experts4bit
 from nf4conv.inference.moe.weight import ALTERNATING, SEPARATED, PackedWeight
 
@@ -84,7 +84,7 @@ def _compute(
     if not isinstance(up, Experts4bit):
         return None
     is_many = ids.numel() > MANY_ROWS * up.weight.experts
-    if not (up.factors or down.factors or _trains(x, weights) or is_many):
+    if not (up.factors or down.factors or trains(x, weights) or is_many):
         projections = projections_of(module, up, down)
         if projections is not None:
             return add_bias(module, multiply(module, projections, x, ids, weights), ids, weights)
@@ -100,11 +100,6 @@ def is_computable(module: torch.nn.Module, x: torch.Tensor) -> bool:
     if getattr(module, "_is_expert_parallel", False):
         return False
     return hasattr(module, "is_transposed") and not getattr(module, "has_post_expert_norm", False)
-
-
-def _trains(x: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Returns True if gradients are recorded for the inputs."""
-    return torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
 
 
 def compute_grouped(
@@ -136,7 +131,8 @@ def multiply(
     weights = weights.contiguous()
     tokens, k = ids.shape
     few = tokens * k <= FEW_ROWS * up.stack.experts
-    if few and suits_rows(x, up) and suits_rows(x, down):
+    aligned = x.data_ptr() % 16 == 0 and up.rows % 8 == 0 and down.rows % 8 == 0
+    if few and aligned:
         hidden = multiply_rows(x, ids, up)
         if not up.silu:
             hidden = _activate(module, hidden, ids)

@@ -369,25 +369,18 @@ def _grouped_mm(
     """Multiplies groups of rows with one expert each; decodes those that have rows."""
     if not isinstance(weight, Experts4bit) or isinstance(x, Experts4bit) or offs is None:
         return NotImplemented
-    decoded = _decode_active(weight, offs)
-    if decoded is not None:
-        return func(x, decoded, offs, *args, **kwargs)
+    if weight.shown.ids is None:  # what has rows, in its place among all experts
+        decoded = weight.weight.decode_active(offs, weight.dtype)
+        if decoded is not None:
+            if weight.shown.is_transposed:
+                decoded = decoded.transpose(1, 2)
+            return func(x, decoded, offs, *args, **kwargs)
     counts = torch.diff(offs, prepend=offs.new_zeros(1))
     active = counts.nonzero().squeeze(1)
     if active.shape[0] == 0:
         active = active.new_zeros(1)
     decoded = weight.decode_some(weight.expert_ids()[active])
     return func(x, decoded, offs[active], *args, **kwargs)
-
-
-def _decode_active(weight: Experts4bit, offs: torch.Tensor) -> torch.Tensor | None:
-    """Decodes what has rows, in its place among all experts; None without a kernel for it."""
-    if weight.shown.ids is not None:
-        return None
-    decoded = weight.weight.decode_active(offs, weight.dtype)
-    if decoded is not None and weight.shown.is_transposed:
-        decoded = decoded.transpose(1, 2)
-    return decoded
 
 
 def _fallback_backward(_x: Any, weight: Any, offs: torch.Tensor, grad: torch.Tensor) -> Any:

@@ -27,7 +27,7 @@ from nf4conv.inference.kernels.product.common import (
     lane_of,
     run_assembly,
 )
-from nf4conv.inference.kernels.product.kernel import leave
+from nf4conv.inference.kernels.product.kernel import leave, zero_if
 from nf4conv.inference.kernels.product.shapes import Compiled
 
 
@@ -142,10 +142,7 @@ def rows_kernel(
             if (held == SHAPE.held - 1) | (unit == end - 1):
                 _gather(out_ptr, weight, norm, sums, group, unit - held, held, thread, SHAPE)
         held = tl.where(done, (held + 1) % SHAPE.held, held)
-        kept = ()
-        for i in tl.static_range(2 * SHAPE.stacks):
-            kept = kept + (tl.where(done, 0.0, totals[i]),)
-        totals = kept
+        totals = zero_if(done, totals)
         unit = tl.where(done, unit + 1, unit)
         stage = tl.where(done, 0, stage + 1)
 

@@ -14,7 +14,7 @@ from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.product import launches
 from nf4conv.inference.kernels.product.launches import Product
 from nf4conv.inference.kernels.product.panels.plans import is_faster
-from nf4conv.inference.kernels.product.panels.prepare import TensorMapError, prepare_panel
+from nf4conv.inference.kernels.product.panels.prepare import prepare_panel
 
 Multiply = Callable[[torch.Tensor, Addresses, torch.Tensor | None], torch.Tensor]
 """x, a weight, a bias or None → x · Wᵀ + bias."""
@@ -59,7 +59,7 @@ def prepare_multiply(
         elif launches.is_hopper(device):
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             if is_faster(rows, n, k, processors):
-                with suppress(TensorMapError, CannotLaunchError):  # driver or Triton cannot
+                with suppress(CannotLaunchError):  # driver or Triton cannot
                     product = prepare_panel(x_shape, dtype, device, n, form)
     multiply = _prepare_decoded(dtype, device, matrix) if product is None else _with_bias(product)
     return _there(multiply, device)

@@ -48,18 +48,6 @@ def decode_scale(
 
 
 @triton.jit
-def decode_scales(
-    absmax, nested_absmax, offset, code_ptr, SHARED: tl.constexpr, SHAPE: tl.constexpr
-):
-    """Decodes what a lane has loaded of absmax, and of nested absmax: a tuple of each."""
-    scales = ()
-    for i in tl.static_range(len(absmax)):
-        one = decode_scale(absmax[i], nested_absmax[i], offset, code_ptr, SHARED, SHAPE)
-        scales = scales + (one,)
-    return scales
-
-
-@triton.jit
 def lay_out(pair_ptr, thread, HAS_CODES: tl.constexpr, SHAPE: tl.constexpr):
     """Lays out shared memory, fills the table of pairs, and waits for the kernel before.
 

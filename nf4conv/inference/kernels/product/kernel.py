@@ -26,7 +26,7 @@ import nf4conv.inference.kernels.product.assembly as text
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.inference.kernels.product.common import (
     add_waiting,
-    decode_scales,
+    decode_scale,
     first_row,
     lane_bytes,
     lane_of,
@@ -108,14 +108,12 @@ def product_kernel(
         next_step = tl.where(done, 0, step + 1)
         ahead = _load_stage(part, next_unit, next_step, steps, split_shift, thread, SHAPE)
         following = _first_k(next_unit, next_step, steps, split_shift, thread, SHAPE)
-        scales = decode_scales(
-            current[SHAPE.words : SHAPE.words + SHAPE.scales],
-            current[SHAPE.words + SHAPE.scales :],
-            offset,
-            weight.code,
-            SHAPE.wide,
-            SHAPE,
-        )
+        absmax = current[SHAPE.words : SHAPE.words + SHAPE.scales]
+        nested = current[SHAPE.words + SHAPE.scales :]
+        scales = ()
+        for i in tl.static_range(0 + SHAPE.scales):
+            one = decode_scale(absmax[i], nested[i], offset, weight.code, SHAPE.wide, SHAPE)
+            scales = scales + (one,)
         operands = current[: SHAPE.words] + scales + (lane_bytes(thread),)
         if SHAPE.wide:
             whole = unit + SHAPE.unit_rows // 2 < end
@@ -132,7 +130,7 @@ def product_kernel(
                     gather(result, tiles, first_of_held, end, parity, thread, SHAPE)
             else:
                 finish(totals, result, unit, split_shift, thread, SHAPE)
-        totals = _zero_if(done, totals, SHAPE)
+        totals = zero_if(done, totals)
         if SHAPE.wide:
             parity = tl.where(done, (parity + 1) % SHAPE.held, parity)
         else:
@@ -227,10 +225,10 @@ def _load_stage(part, unit, step, steps, split_shift, thread, SHAPE: tl.constexp
 
 
 @triton.jit
-def _zero_if(done, totals, SHAPE: tl.constexpr):
+def zero_if(done, totals):
     """Returns the totals, or as many zeros."""
     kept = ()
-    for i in tl.static_range(0 + SHAPE.totals):
+    for i in tl.static_range(len(totals)):
         kept = kept + (tl.where(done, 0.0, totals[i]),)
     return kept
 

@@ -2,13 +2,12 @@
 
 import ctypes
 import struct
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 import triton.language as tl
 
-from nf4conv.codec.kernels.internals import stream_of
+from nf4conv.codec.kernels.internals import CannotLaunchError, stream_of
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
 from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.product.launches import (
@@ -36,18 +35,30 @@ def prepare_panel(
     """Prepares to multiply all x of one shape with all weights of one shape and form, as
     launches.prepare_product does, on a GPU with `wgmma`. `chosen` is `choose_plan`'s by default.
 
-    Raises TensorMapError if the driver makes no tensor map of x.
+    Raises CannotLaunchError if the driver makes no tensor map of x.
     """
     k = x_shape[-1]
     m = x_shape.numel() // k
     out_shape = (*x_shape[:-1], n)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    plan = chosen or choose_plan(m, n, k, processors)
-    panel, _, splits = plan
+    panel, cluster, splits = chosen or choose_plan(m, n, k, processors)
+    if not form.nested:
+        panel = without_nesting(panel)
     x_map = map_of(m, k, panel.columns, dtype)
     table, norm = table_for(panel, dtype, device, form.quant_type)
     behind = (table.data_ptr(), m, n, k, splits, block_shift_of(form), norm)
-    launch = _prepare_launch(plan, dtype, device, form, behind[1:])
+    words = (1 << 40,) * MAP_WORDS  # of 64 bits
+    launch = launch_panel.prepare(
+        device,
+        (*types_of_weight(dtype, form, splits > 1), words, torch.int32, *behind[1:]),
+        (panel, TYPES[dtype], cluster),
+        splits > 1,
+        4 * panel.groups,
+        registers=panel.registers,
+        begins_early=True,
+        shared_bytes=panel.shared_bytes,
+        cluster=cluster,
+    )
     clusters = -(-m // panel.columns) * -(-n // panel.rows) * splits
     current_stream = stream_of(device)
     add = prepare_sum(device, dtype, splits, early=True) if splits > 1 else None
@@ -67,28 +78,6 @@ def prepare_panel(
         return out
 
     return multiply
-
-
-def _prepare_launch(
-    plan: Plan, dtype: torch.dtype, device: torch.device, form: Form, numbers: tuple[float, ...]
-) -> Callable[..., None]:
-    """Prepares panel_kernel; `numbers` are its scalars."""
-    panel, cluster, splits = plan
-    if not form.nested:
-        panel = without_nesting(panel)
-    in_parts = splits > 1
-    x_map = (1 << 40,) * MAP_WORDS  # words of 64 bits
-    return launch_panel.prepare(
-        device,
-        (*types_of_weight(dtype, form, in_parts), x_map, torch.int32, *numbers),
-        (panel, TYPES[dtype], cluster),
-        in_parts,
-        4 * panel.groups,
-        registers=panel.registers,
-        begins_early=True,
-        shared_bytes=panel.shared_bytes,
-        cluster=cluster,
-    )
 
 
 def table_for(
@@ -114,17 +103,13 @@ _SWIZZLE_128: Final = 3
 _PROMOTE_256: Final = 3
 
 
-class TensorMapError(Exception):
-    """The driver made no tensor map, or one that does not begin with the address."""
-
-
 def map_of(m: int, k: int, columns: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Returns a tensor map of x, [m, k], without its address: words 1 to 15, as signed numbers.
 
     A tile has 128 k of up to 256 `columns`, rows of x: 64 k of each row, then the other 64, in
     pieces of 16 bytes that are swizzled as `wgmma` reads them.
 
-    Raises TensorMapError if the driver knows no tensor maps, refuses this one, or lays it out
+    Raises CannotLaunchError if the driver knows no tensor maps, refuses this one, or lays it out
     otherwise.
     """
     near = 1 << 20
@@ -132,7 +117,7 @@ def map_of(m: int, k: int, columns: int, dtype: torch.dtype) -> tuple[int, ...]:
     first = _encoded(near, m, k, columns, dtype)
     second = _encoded(far, m, k, columns, dtype)
     if first[0] != near or second[0] != far or first[1:] != second[1:]:
-        raise TensorMapError("a tensor map does not begin with its address")
+        raise CannotLaunchError("a tensor map does not begin with its address")
     return first[1:]
 
 
@@ -160,7 +145,7 @@ def _encoded(address: int, m: int, k: int, columns: int, dtype: torch.dtype) -> 
         ctypes.c_int(0),  # zeros behind the last row, and behind the last k
     )
     if status != 0:
-        raise TensorMapError(f"cuTensorMapEncodeTiled returned {status}")
+        raise CannotLaunchError(f"cuTensorMapEncodeTiled returned {status}")
     return struct.unpack(f"<{MAP_WORDS}q", ctypes.string_at(place, 8 * MAP_WORDS))
 
 
@@ -169,4 +154,4 @@ def _encoder() -> Any:
     try:
         return cuda_driver().cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
-        raise TensorMapError(f"the driver makes no tensor maps: {error}") from error
+        raise CannotLaunchError(f"the driver makes no tensor maps: {error}") from error
