@@ -25,9 +25,10 @@ from nf4conv.inference.kernels.product.common import (
     decode_scale,
     lane_bytes,
     lane_of,
+    leave,
     run_assembly,
+    zero_if,
 )
-from nf4conv.inference.kernels.product.kernel import leave, zero_if
 from nf4conv.inference.kernels.product.shapes import Compiled
 
 
@@ -224,7 +225,8 @@ def _find(weight, chosen, stage, thread, SHAPE: tl.constexpr):
         expert = tl.where(there, expert, 0)
         factor = there.to(tl.float32)
         if SHAPE.weighted:
-            factor = tl.load(factor_ptr + pair, mask=there, other=0.0).to(tl.float32)
+            factor = tl.load(factor_ptr + pair, mask=there, other=0.0)
+            factor = factor.to(tl.float32)
         column = tl.minimum(first + t * 32, SHAPE.row_chunks * 64 - 32)
         chunk = tl.minimum((first >> 6) + t % 2, SHAPE.row_chunks - 1)
         for which in tl.static_range(0 + SHAPE.stacks):
@@ -291,7 +293,8 @@ def _load_x(x_rows, step, thread, SHAPE: tl.constexpr):
     term, first = _place(step, g // 2 % 2, thread, SHAPE)
     column = first + t * 32
     columns: tl.constexpr = SHAPE.row_chunks * 64
-    given = (g % 2 == t // 2) & (g < 4) & (term < SHAPE.terms) & (column < columns)
+    given = (g % 2 == t // 2) & (g < 4)
+    given = given & (term < SHAPE.terms) & (column < columns)
     row = (group * SHAPE.terms + term) // share
     place = row.to(tl.int64) * columns + column
     address = tl.where(given, x_ptr.to(tl.int64) + place * 2, 0)
@@ -336,7 +339,8 @@ def _gather(out_ptr, weight, norm, sums, group, first, held, thread, SHAPE: tl.c
     meant = (unit <= held) & (thread // 4 % 2 == 0)
     if SHAPE.silu:
         swap: tl.constexpr = "shfl.sync.bfly.b32 $0, $1, 2, 31, -1;"
-        found = found / (1.0 + tl.exp(-found)) * run_assembly(swap, "f", "f", (found,))[0]
+        activated = found / (1.0 + tl.exp(-found))
+        found = activated * run_assembly(swap, "f", "f", (found,))[0]
     elif SHAPE.stacks == 2:
         to += slot // 2 * weight.up_column
     if SHAPE.silu or SHAPE.stacks == 1:

@@ -69,21 +69,55 @@ def meet(code_ptr, thread, HAS_CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def lane_of(thread):
+    """Returns g and t of each lane (g, t) of a warp."""
+    return thread // 4 % 8, thread % 4
+
+
+@triton.jit
+def zero_if(done, totals):
+    """Returns the totals, or as many zeros."""
+    kept = ()
+    for i in tl.static_range(len(totals)):
+        kept = kept + (tl.where(done, 0.0, totals[i]),)
+    return kept
+
+
+@triton.jit
+def leave(totals, sums, held, thread, SHAPE: tl.constexpr):
+    """Leaves the totals of a unit in shared memory, behind those of `held` others."""
+    g, t = lane_of(thread)
+    column = g // SHAPE.ranges * (4 // SHAPE.ranges)
+    place = (column + t // SHAPE.ranges) * 16
+    range_of_warp = (held * SHAPE.warps + thread // 32) * SHAPE.ranges + g % SHAPE.ranges
+    place += range_of_warp * (4 * SHAPE.sums)
+    meant = (g % SHAPE.ranges == t % SHAPE.ranges).to(tl.int32)
+    _store_totals(totals, sums + place, meant)
+
+
+@triton.jit
+def _store_totals(totals, place, meant):
+    """Stores four totals at a place of shared memory, if they are meant."""
+    store: tl.constexpr = """{
+        .reg .pred p;
+        setp.ne.b32 p, $6, 0;
+        @p st.shared.v4.f32 [$5], {$1, $2, $3, $4};
+        mov.b32 $0, 0;
+        }"""
+    run_assembly(store, "r", "ffffrr", totals + (place, meant))
+
+
+@triton.jit
 def add_waiting(sums, thread, PARTS: tl.constexpr, SHAPE: tl.constexpr):
     """Adds up the sums that wait in shared memory, `PARTS` of each, for SHAPE.held units.
 
     A unit has SHAPE.sums threads, of which each returns one of its sums.
     """
     add: tl.constexpr = text.gather_assembly(PARTS, 0 + SHAPE.sums)
-    place = thread // SHAPE.sums * (SHAPE.sums * PARTS) + thread % SHAPE.sums
+    unit = thread // SHAPE.sums
+    place = unit * (SHAPE.sums * PARTS) + thread % SHAPE.sums
     has_unit = (thread < SHAPE.sums * SHAPE.held).to(tl.int32)
     return run_assembly(add, "f", "rr", (sums + place * 4, has_unit))[0]
-
-
-@triton.jit
-def lane_of(thread):
-    """Returns g and t of each lane (g, t) of a warp."""
-    return thread // 4 % 8, thread % 4
 
 
 @triton.jit
@@ -102,7 +136,8 @@ def first_row(tile, thread, SHAPE: tl.constexpr):
     if SHAPE.wide:
         row += tile
     else:
-        row += tile * SHAPE.unit_rows + thread // 32 * (8 * SHAPE.slots)
+        row_of_unit = tile * SHAPE.unit_rows
+        row += row_of_unit + thread // 32 * (8 * SHAPE.slots)
     return row
 
 

@@ -91,7 +91,8 @@ def _start(part, unit, pair_ptr, thread, SHAPE: tl.constexpr):
     address, left = _find(part, unit, thread, SHAPE)
     stride = thread.to(tl.int64) * 0 + part[1].to(tl.int64) * 2
     inputs: tl.constexpr = "ll" + "r" * SHAPE.steps
-    run_assembly(ask, "r", inputs, (address, stride) + _by_step(part, left, thread, SHAPE))
+    lefts = _by_step(part, left, thread, SHAPE)
+    run_assembly(ask, "r", inputs, (address, stride) + lefts)
     return lay_out(pair_ptr, thread, SHAPE.nested, SHAPE)
 
 
@@ -109,7 +110,8 @@ def _find(part, unit, thread, SHAPE: tl.constexpr):
     weight, k, _, last = part
     row = unit * 8 + thread // 8 % 4
     first = _first_k(0, thread, SHAPE) + thread % 4 * 32
-    return weight.packed.to(tl.int64) + (row.to(tl.int64) * k + first) // 2, last - row
+    element = row.to(tl.int64) * k + first
+    return weight.packed.to(tl.int64) + element // 2, last - row
 
 
 @triton.jit
@@ -147,13 +149,15 @@ def _load(part, unit, address, left, thread, SHAPE: tl.constexpr):
         chunk += t % 2
         there = (row < last) & (chunk < chunks)
         block = (row * chunks + chunk) >> block_shift
-        codes = codes + (tl.load(weight.absmax + block, mask=there, other=0),)
+        code = tl.load(weight.absmax + block, mask=there, other=0)
+        codes = codes + (code,)
         if SHAPE.nested:
-            one = tl.load(weight.nested_absmax + (block >> 8), mask=there, other=0.0)
+            nested_block = block >> 8
+            one = tl.load(weight.nested_absmax + nested_block, mask=there, other=0.0)
             nested = nested + (one,)
         else:
             nested = nested + (block,)
-    return words + codes + nested
+    return words, codes, nested
 
 
 @triton.jit
@@ -172,7 +176,8 @@ def _load_x(x_rows, step, thread, SHAPE: tl.constexpr):
     if SHAPE.sharing == 2:
         step += row
         row = g * 0
-    at = _first_k(step, thread, SHAPE) + (column_range - g % 2) * 128 + t * 32
+    at = _first_k(step, thread, SHAPE) + (column_range - g % 2) * 128
+    at += t * 32
     given = given & (row < m) & (at < k)
     place = row.to(tl.int64) * k + at
     address = tl.where(given, x_ptr.to(tl.int64) + place * 2, 0)
@@ -184,14 +189,14 @@ def _add_unit(loaded, x, x_ptr, offset, code_ptr, thread, SHAPE: tl.constexpr):
     """Returns the totals of a unit's two slots."""
     add: tl.constexpr = text.stacks_assembly(x_ptr.dtype.element_ty, 1)
     inputs: tl.constexpr = "ff" + "r" * 8 + "f" + "r" * 17
-    absmax = loaded[8 * SHAPE.steps : 9 * SHAPE.steps]
-    nested = loaded[9 * SHAPE.steps :]
+    words, absmax, nested = loaded
     zero = tl.zeros(thread.shape, tl.float32)
     totals = (zero, zero)
     others = (zero, zero)  # of the second of two steps that are paired
     for step in tl.static_range(0 + SHAPE.steps):
         scale = decode_scale(absmax[step], nested[step], offset, code_ptr, True, SHAPE)
-        operands = loaded[8 * step : 8 * step + 8] + (scale, lane_bytes(thread))
+        own_words = words[8 * step : 8 * step + 8]
+        operands = own_words + (scale, lane_bytes(thread))
         operands = operands + x[step // SHAPE.sharing]
         if step % SHAPE.sharing == 1:
             others = run_assembly(add, "ff", inputs, others + operands)
@@ -226,7 +231,8 @@ def _leave(totals, sums, held, thread, SHAPE: tl.constexpr):
     else:
         place = (g // 2 * 2 + t // 2) * 8
         meant = t % 2 == g % 2
-    place += ((held * SHAPE.warps + thread // 32) * 2 + g % 2) * (4 * SHAPE.sums)
+    range_of_warp = (held * SHAPE.warps + thread // 32) * 2 + g % 2
+    place += range_of_warp * (4 * SHAPE.sums)
     run_assembly(store, "r", "ffrr", totals + (sums + place, meant.to(tl.int32)))
 
 
@@ -243,6 +249,7 @@ def _gather(result, sums, first, last, held, thread, SHAPE: tl.constexpr):
     unit = thread // SHAPE.sums
     index = thread % SHAPE.sums
     column = index // 2 % SHAPE.rows
-    row = (first + unit) * 8 + index % 2 * 4 + index // (2 * SHAPE.rows)
+    row = (first + unit) * 8 + index % 2 * 4
+    row += index // (2 * SHAPE.rows)
     meant = (unit <= held) & (column < m) & (row < last)
     store_sums(found * norm, out_ptr, row, column, meant, n)

@@ -31,9 +31,11 @@ from nf4conv.inference.kernels.product.common import (
     lane_bytes,
     lane_of,
     lay_out,
+    leave,
     meet,
     run_assembly,
     store_sums,
+    zero_if,
 )
 from nf4conv.inference.kernels.product.tile import copy_x, finish, tile_stage
 
@@ -84,15 +86,16 @@ def product_kernel(
     end = tl.minimum(unit + share, n) if SHAPE.wide else share
     split_shift = 0 if SHAPE.wide else split_shift
     part = (weight, n, k, block_shift, end)
+    division = (steps, split_shift)
     x_rows = (x_ptr, m, k)
     result = (out_ptr, m, n, norm)
     # what follows must come after it: the kernel before may have written all else
-    thread, tiles = _start(part, unit, steps, split_shift, pair_ptr, thread, SHAPE)
+    thread, tiles = _start(part, unit, division, pair_ptr, thread, SHAPE)
     offset = tl.load(weight.offset) if SHAPE.nested else 0.0
-    ahead = _load_stage(part, unit, 0, steps, split_shift, thread, SHAPE)
+    ahead = _load_stage(part, unit, 0, division, thread, SHAPE)
     thread = meet(weight.code, thread, SHAPE.wide and SHAPE.nested, SHAPE)
     if not SHAPE.wide:
-        first = _first_k(unit, 0, steps, split_shift, thread, SHAPE)
+        first = _first_k(unit, 0, division, thread, SHAPE)
         copy_x(x_rows, tiles, first, thread, SHAPE)
     totals = ()
     for _ in tl.static_range(0 + SHAPE.totals):
@@ -102,19 +105,17 @@ def product_kernel(
     stages = (end - unit + stride - 1) // stride * steps
     for stage in range(stages):
         current = ahead
-        first = _first_k(unit, step, steps, split_shift, thread, SHAPE)
+        first = _first_k(unit, step, division, thread, SHAPE)
         done = step == steps - 1
         next_unit = tl.where(done, unit + stride, unit)
         next_step = tl.where(done, 0, step + 1)
-        ahead = _load_stage(part, next_unit, next_step, steps, split_shift, thread, SHAPE)
-        following = _first_k(next_unit, next_step, steps, split_shift, thread, SHAPE)
-        absmax = current[SHAPE.words : SHAPE.words + SHAPE.scales]
-        nested = current[SHAPE.words + SHAPE.scales :]
-        scales = ()
+        ahead = _load_stage(part, next_unit, next_step, division, thread, SHAPE)
+        following = _first_k(next_unit, next_step, division, thread, SHAPE)
+        operands, absmax, nested = current
         for i in tl.static_range(0 + SHAPE.scales):
-            one = decode_scale(absmax[i], nested[i], offset, weight.code, SHAPE.wide, SHAPE)
-            scales = scales + (one,)
-        operands = current[: SHAPE.words] + scales + (lane_bytes(thread),)
+            scale = decode_scale(absmax[i], nested[i], offset, weight.code, SHAPE.wide, SHAPE)
+            operands = operands + (scale,)
+        operands = operands + (lane_bytes(thread),)
         if SHAPE.wide:
             whole = unit + SHAPE.unit_rows // 2 < end
             totals = wide_stage(totals, operands, x_rows, first, whole, thread, SHAPE)
@@ -143,29 +144,31 @@ launch_product = Launcher(product_kernel)
 
 
 @triton.jit
-def _start(part, unit, steps, split_shift, pair_ptr, thread, SHAPE: tl.constexpr):
+def _start(part, unit, division, pair_ptr, thread, SHAPE: tl.constexpr):
     """Lays out shared memory and waits for the kernel before; meanwhile brings words to L2, which
     stays up to date.
 
     Returns the thread, so that what uses it comes after this, and the address of `tiles`.
     """
     weight, n, k, _, _ = part
-    first = _first_k(unit, 0, steps, split_shift, thread, SHAPE) + thread % 4 * 32
+    first = _first_k(unit, 0, division, thread, SHAPE) + thread % 4 * 32
     first = tl.minimum(first, k - 1)
     for slot in tl.static_range(0 + SHAPE.slots * SHAPE.wide):
-        row = first_row(unit >> split_shift, thread, SHAPE) + slot * SHAPE.apart
+        row = first_row(unit >> division[1], thread, SHAPE) + slot * SHAPE.apart
         row = tl.minimum(row, n - 1)
-        address = weight.packed.to(tl.int64) + (row.to(tl.int64) * k + first) // 2
+        element = row.to(tl.int64) * k + first
+        address = weight.packed.to(tl.int64) + element // 2
         run_assembly("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "r", "l", (address,))
     return lay_out(pair_ptr, thread, SHAPE.wide and SHAPE.nested, SHAPE)
 
 
 @triton.jit
-def _first_k(unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
+def _first_k(unit, step, division, thread, SHAPE: tl.constexpr):
     """Returns the first k of each lane's stage, [threads] int32.
 
     In a wide kernel each warp has its own, and in the warp each of its ranges.
     """
+    steps, split_shift = division
     split = unit & ((1 << split_shift) - 1)
     first = (split * steps + step) * SHAPE.span + thread * 0
     if SHAPE.wide:
@@ -174,7 +177,7 @@ def _first_k(unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _load_stage(part, unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
+def _load_stage(part, unit, step, division, thread, SHAPE: tl.constexpr):
     """Loads a stage as it is stored.
 
     Behind the last row and the last k the last ones are read again: there the sums are not stored,
@@ -191,21 +194,24 @@ def _load_stage(part, unit, step, steps, split_shift, thread, SHAPE: tl.constexp
     outputs: tl.constexpr = "r" * (2 * SHAPE.blocks)
     inputs: tl.constexpr = "lrr" if SHAPE.wide else "l" + "r" * LOADS
     t = thread % 4
-    first = _first_k(unit, step, steps, split_shift, thread, SHAPE)
-    row = first_row(unit >> split_shift, thread, SHAPE)
+    first = _first_k(unit, step, division, thread, SHAPE)
+    row = first_row(unit >> division[1], thread, SHAPE)
     words = ()
     for slot in tl.static_range(0 + SHAPE.slots):
         # in pieces of 8 bytes, which are 16 k
-        line = tl.minimum(row + slot * SHAPE.apart, n - 1) * (k >> 4)
+        row_of_slot = tl.minimum(row + slot * SHAPE.apart, n - 1)
+        line = row_of_slot * (k >> 4)
         operands = (weight.packed.to(tl.int64),)
         for i in tl.static_range(LOADS):
             if SHAPE.wide:
                 piece = line + (tl.minimum(first + t * 32, k - 32) >> 4)
             else:
-                piece = line + (tl.minimum(first + i * 64 + t * 16, k - 16) >> 4)
+                column = tl.minimum(first + i * 64 + t * 16, k - 16)
+                piece = line + (column >> 4)
             operands = operands + (piece,)
         if SHAPE.wide:
-            asked = (unit + slot // 2 * (SHAPE.unit_rows // 2) < end) & (first + t * 32 < k)
+            is_own = unit + slot // 2 * (SHAPE.unit_rows // 2) < end
+            asked = is_own & (first + t * 32 < k)
             operands = operands + (asked.to(tl.int32),)
         words = words + run_assembly(read, outputs, inputs, operands)
     codes = ()
@@ -213,24 +219,16 @@ def _load_stage(part, unit, step, steps, split_shift, thread, SHAPE: tl.constexp
     for i in tl.static_range(0 + SHAPE.scales):
         index = t + 4 * i
         slot_of_scale = index // SHAPE.blocks
-        line = tl.minimum(row + slot_of_scale * SHAPE.apart, n - 1) * (k >> 6)
+        row_of_slot = tl.minimum(row + slot_of_scale * SHAPE.apart, n - 1)
+        line = row_of_slot * (k >> 6)
         chunk = tl.minimum((first >> 6) + index % SHAPE.blocks, (k >> 6) - 1)
         block = (line + chunk) >> block_shift
         codes = codes + (tl.load(weight.absmax + block),)
+        of_code = block
         if SHAPE.nested:
-            nested = nested + (tl.load(weight.nested_absmax + (block >> 8)),)
-        else:
-            nested = nested + (block,)
-    return words + codes + nested
-
-
-@triton.jit
-def zero_if(done, totals):
-    """Returns the totals, or as many zeros."""
-    kept = ()
-    for i in tl.static_range(len(totals)):
-        kept = kept + (tl.where(done, 0.0, totals[i]),)
-    return kept
+            of_code = tl.load(weight.nested_absmax + (block >> 8))
+        nested = nested + (of_code,)
+    return words, codes, nested
 
 
 # ---------------------------------------------------------------- one to four rows of x
@@ -247,7 +245,8 @@ def wide_stage(totals, operands, x_rows, first, whole, thread, SHAPE: tl.constex
     x_ptr, m, k = x_rows
     g, t = lane_of(thread)
     row = g // 2 // SHAPE.ranges
-    at = first + (g // 2 % SHAPE.ranges - g % SHAPE.ranges) * 128 + t * 32
+    range_apart = g // 2 % SHAPE.ranges - g % SHAPE.ranges
+    at = first + range_apart * 128 + t * 32
     given = (g % 2 == t * 2 // 4) & (at < k)
     place = (row.to(tl.int64) * k + at) * 2
     address = tl.where(given & (row < m), x_ptr.to(tl.int64) + place, 0)
@@ -256,29 +255,6 @@ def wide_stage(totals, operands, x_rows, first, whole, thread, SHAPE: tl.constex
     inputs: tl.constexpr = outputs + "r" * 16 + "f" * SHAPE.scales + "rlr"
     whole = thread * 0 + whole.to(tl.int32)
     return run_assembly(add, outputs, inputs, totals + operands + (address, whole))
-
-
-@triton.jit
-def leave(totals, sums, held, thread, SHAPE: tl.constexpr):
-    """Leaves the totals of a unit in shared memory, behind those of `held` others."""
-    g, t = lane_of(thread)
-    place = (g // SHAPE.ranges * (4 // SHAPE.ranges) + t // SHAPE.ranges) * 16
-    range_of_warp = (held * SHAPE.warps + thread // 32) * SHAPE.ranges + g % SHAPE.ranges
-    place += range_of_warp * (4 * SHAPE.sums)
-    meant = (g % SHAPE.ranges == t % SHAPE.ranges).to(tl.int32)
-    _store_totals(totals, sums + place, meant)
-
-
-@triton.jit
-def _store_totals(totals, place, meant):
-    """Stores four totals at a place of shared memory, if they are meant."""
-    store: tl.constexpr = """{
-        .reg .pred p;
-        setp.ne.b32 p, $6, 0;
-        @p st.shared.v4.f32 [$5], {$1, $2, $3, $4};
-        mov.b32 $0, 0;
-        }"""
-    run_assembly(store, "r", "ffffrr", totals + (place, meant))
 
 
 @triton.jit
