@@ -36,20 +36,18 @@ def output_moments(session: Session, number: int) -> Tensors:
 
 def find_output_moments(session: Session, blocks: Iterable[int]) -> None:
     """Makes the backward pass, unless it has been made for all of some blocks."""
-    calibration = session.calibration
     if all(session.kept.read(_name(number)) is not None for number in blocks):
         return
     # hidden states before each block, behind the last, and the gradients
-    memory = session.memory // (len(calibration.block_bytes) + 2)
+    memory = session.memory // (len(session.blocks) + 2)
     inputs, calls = _run_forward(session, memory)
     give_back(session.device)
     gradients = _gradients_behind(session, inputs[-1], memory)
     give_back(session.device)
     inputs.pop().remove()
-    for number in reversed(range(len(calibration.block_bytes))):
+    for number in reversed(range(len(session.blocks))):
         _go_back(session, number, inputs.pop(), calls, gradients)
         give_back(session.device)
-        session.tell(calibration.block_bytes[number])
     gradients.remove()
 
 
@@ -64,7 +62,7 @@ def _run_forward(session: Session, memory: int) -> tuple[list[HiddenStates], lis
             behind.append(calls[batch][number].run(block, hidden))
         inputs.append(behind)
         contents.release()
-        session.tell(session.calibration.block_bytes[number])
+        session.tell(contents.nbytes)
     return inputs, calls
 
 
@@ -132,6 +130,7 @@ def _go_back(
         gradients.replace(batch, before)
     inputs.remove()
     contents.release()
+    session.tell(contents.nbytes)
     means = {}
     for name, found in moments.items():
         if not bool(found.sums.diagonal().sum().isfinite()):

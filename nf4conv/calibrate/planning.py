@@ -44,7 +44,10 @@ def plan_calibration(
     source = plan.source
     assert source.config is not None  # or else it would have been refused
     model: Any = build_model(source.config, torch.float32)
-    jobs = _jobs_of(plan)
+    jobs: defaultdict[str, list[PackJob]] = defaultdict(list)
+    for job in plan.output.jobs:
+        if isinstance(job, PackJob) and job.stored is None:
+            jobs[job.source.name].append(job)
     every = follow_names(model, source.tensors)
     packed = [one for one in every if any(tensor.name in jobs for tensor in one.tensors)]
     blocks = find_blocks(model, [name for one in packed for name in one.parameters])
@@ -63,10 +66,8 @@ def plan_calibration(
             f"out"
         )
     calibrating, judging = _windows(source, options, model, texts)
-    block_bytes = [0] * len(blocks.blocks)
-    for number, of_block in fillings.items():
-        if number is not None:
-            block_bytes[number] = sum(one.nbytes for each in of_block for one in each.tensors)
+    in_blocks = [one for number, each in fillings.items() if number is not None for one in each]
+    bytes_in_blocks = sum(tensor.nbytes for one in in_blocks for tensor in one.tensors)
     outputs = options.calibrate_output
     weights = frozenset(job.name for job in chosen)
     described = {
@@ -77,15 +78,13 @@ def plan_calibration(
         "window": calibrating.shape[1],
         "weights": len(weights),
     }
-    passes = 1 if outputs is None else 3  # gradients take two more
     calibration = PreparedCalibration(
         described=described,
         transformers=version("transformers"),
-        bytes_to_read=passes * sum(block_bytes),
+        bytes_to_read=bytes_in_blocks * (1 if outputs is None else 3),  # gradients: two more passes
         bytes_spared=sum(job.source_bytes - job.nbytes for job in chosen),
         carry_out=calibrate,
         outputs=outputs,
-        block_bytes=tuple(block_bytes),
         calibrating=calibrating,
         judging=judging,
         flow=flow,
@@ -101,16 +100,20 @@ def plan_calibration(
         return job
 
     output = plan.output.with_jobs(marked)
-    notes = (*plan.notes, *_notes(calibration, weights, jobs, options))
-    return replace(plan, output=output, calibration=calibration, notes=notes)
-
-
-def _jobs_of(plan: WritingPlan) -> _Jobs:
-    jobs: defaultdict[str, list[PackJob]] = defaultdict(list)
-    for job in plan.output.jobs:
-        if isinstance(job, PackJob) and job.stored is None:
-            jobs[job.source.name].append(job)
-    return jobs
+    names = ", ".join(text.path.name for text in texts)
+    wanted = options.calibration_tokens or TOKENS
+    few = "" if calibrating.size >= wanted - calibrating.shape[1] else f", of {wanted:,} wanted"
+    notes = [
+        f"calibration: {len(weights):,} weights in {len(blocks.blocks):,} blocks, by "
+        f"{calibrating.size:,} tokens of {names}{few}"
+    ]
+    left_out = {job.name for each in jobs.values() for job in each} - weights
+    if left_out:
+        notes.append(
+            f"{len(left_out):,} other weights have searched scales, such as {min(left_out)}: they "
+            f"are not in the blocks, or no matrix of whole blocks"
+        )
+    return replace(plan, output=output, calibration=calibration, notes=(*plan.notes, *notes))
 
 
 def _find_targets(
@@ -122,7 +125,7 @@ def _find_targets(
     for number, of_block in fillings.items():
         if number is None:
             continue
-        prefix = blocks.prefix(number)
+        prefix = f"{blocks.path}.{number}."
         for filling in of_block:
             mine = [job for tensor in filling.tensors for job in jobs.get(tensor.name, ())]
             parameter = parameters.get(filling.parameters[0])
@@ -214,26 +217,3 @@ def _known(outputs: str | None) -> str:
         return "activations"
     which = "all weights" if outputs == "all" else "the first weights of each block"
     return f"activations, and how predictions depend on the outputs of {which}"
-
-
-def _notes(
-    calibration: PreparedCalibration,
-    weights: frozenset[str],
-    jobs: _Jobs,
-    options: QuantizeOptions,
-) -> Iterator[str]:
-    """Yields the lines about a calibration that the user should read."""
-    wanted = options.calibration_tokens or TOKENS
-    texts = ", ".join(text["name"] for text in calibration.described["texts"])
-    windows = calibration.calibrating
-    few = "" if windows.size >= wanted - windows.shape[1] else f", of {wanted:,} wanted"
-    yield (
-        f"calibration: {len(weights):,} weights in {len(calibration.block_bytes):,} blocks, "
-        f"by {windows.size:,} tokens of {texts}{few}"
-    )
-    left_out = {job.name for each in jobs.values() for job in each} - weights
-    if left_out:
-        yield (
-            f"{len(left_out):,} other weights have searched scales, such as {min(left_out)}: they "
-            f"are not in the blocks, or no matrix of whole blocks"
-        )

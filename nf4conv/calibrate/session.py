@@ -33,7 +33,6 @@ class PreparedCalibration(Calibration):
     Attributes:
         outputs: "qkv" or "all", as --calibrate-output has it: the errors of these weights are
             weighed by how much the predictions depend on each output. None without that option.
-        block_bytes: the bytes of each block in the source.
         calibrating: the windows that calibrate.
         judging: the windows that judge.
         flow: runs the model up to its blocks.
@@ -43,7 +42,6 @@ class PreparedCalibration(Calibration):
     """
 
     outputs: str | None
-    block_bytes: tuple[int, ...]
     calibrating: Windows
     judging: Windows
     flow: Flow

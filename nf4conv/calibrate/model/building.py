@@ -31,10 +31,6 @@ class BlockList:
     path: str
     blocks: tuple[nn.Module, ...]
 
-    def prefix(self, number: int) -> str:
-        """Returns what the names of a block's parameters begin with."""
-        return f"{self.path}.{number}."
-
     def number_of(self, parameter: str) -> int | None:
         """Returns the block that a parameter is in; None if it is in none."""
         if not parameter.startswith(f"{self.path}."):

@@ -121,6 +121,7 @@ class Contents:
 
     Attributes:
         values: the tensors of the checkpoint by name. After changing one, call `renew`.
+        nbytes: their bytes in the source.
         device: the device that holds them.
     """
 
@@ -135,6 +136,7 @@ class Contents:
         self._model = model
         self._fillings = fillings
         self.values: dict[str, torch.Tensor] = {}
+        self.nbytes = sum(tensor.nbytes for filling in fillings for tensor in filling.tensors)
         for filling in fillings:
             for tensor in filling.tensors:
                 self.values[tensor.name] = read(tensor, filling.parameters[0])
