@@ -22,7 +22,7 @@ ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300)
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels for this GPU, then those for GPUs that are not Hopper."""
     if request.param:
-        monkeypatch.setattr(launches, "CAPABILITY", 0)
+        monkeypatch.setattr(launches, "is_hopper", lambda _: False)
     choosing.prepare_multiply.cache_clear()
     yield
     choosing.prepare_multiply.cache_clear()

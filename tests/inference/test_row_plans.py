@@ -46,7 +46,7 @@ def test_chooses_what_was_fast() -> None:
         assert chosen <= 1.04 * min(times.values())
         assert chosen <= 1.01 * times["present"]
         for pace in balancing.PACES.get(rows, ()):
-            if (pace.shape.span, pace.shape.programs) == (shape.span, shape.programs):
+            if (pace[0].span, pace[0].programs) == (shape.span, shape.programs):
                 found = balancing.estimate(pace, n, k, PROCESSORS, split_shift)
                 assert abs(found / chosen - 1) < 0.1
 
@@ -71,7 +71,7 @@ def test_other_gpus_have_two_programs_on_a_multiprocessor() -> None:
 def test_shapes_fit_a_multiprocessor() -> None:
     """An H200 has 65,536 registers, and 227 KiB for programs, which take 1 KiB more each."""
     shapes: list[Shape | Held] = [*SHAPES, *HELD_SHAPES]
-    shapes += [pace.shape for paces in balancing.PACES.values() for pace in paces]
+    shapes += [pace[0] for paces in balancing.PACES.values() for pace in paces]
     for shape in shapes:
         assert shape.registers * 32 * shape.warps * shape.programs <= 65536, shape
         shared = 32768 + shape.shared_bytes

@@ -173,7 +173,6 @@ def _activate(module: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Ten
 # ------------------------------------------------------------------------------- projections
 
 _Known = tuple[PackedWeight, Projections | None]  # the weight that goes down, and both
-
 _projections: "weakref.WeakKeyDictionary[PackedWeight, _Known]" = weakref.WeakKeyDictionary()
 # by the weights that go up
 
@@ -334,8 +333,7 @@ def _module_of(key: torch.Tensor) -> torch.nn.Module:
 
 def _address_of(module: Any) -> int:
     """Returns where the key of a layer is."""
-    address: int = module._nf4conv_key.data_ptr()
-    return address
+    return int(module._nf4conv_key.data_ptr())
 
 
 @torch.library.custom_op("nf4conv::packed_experts", mutates_args=())

@@ -82,32 +82,23 @@ def _split_shift(shape: Shape, tiles: int, k: int, programs: int) -> int:
     return shift
 
 
-class Pace(NamedTuple):
-    """Says how fast a kernel works, as measured on an H200.
+Pace = tuple[Shape, tuple[float, ...]]
+"""A shape, and the µs of a stage while 1, 2, … programs work on a multiprocessor of an H200."""
 
-    Attributes:
-        shape: of the kernel.
-        stages: µs of a stage while 1, 2, … programs work on a multiprocessor.
-    """
-
-    shape: Shape
-    stages: tuple[float, ...]
-
-
-PACES: Final = {
+PACES: Final[dict[int, tuple[Pace, ...]]] = {
     8: (
-        Pace(SHAPES[2], (1.2, 1.95)),
-        Pace(Shape(8, blocks=4, programs=3), (1.1, 1.9, 2.85)),
-        Pace(Shape(8, programs=4), (0.85, 1.15, 1.68, 2.07)),
+        (SHAPES[2], (1.2, 1.95)),
+        (Shape(8, blocks=4, programs=3), (1.1, 1.9, 2.85)),
+        (Shape(8, programs=4), (0.85, 1.15, 1.68, 2.07)),
     ),
     16: (
-        Pace(SHAPES[3], (1.37, 2.07)),
-        Pace(Shape(16, programs=3), (0.88, 1.25, 1.65)),
-        Pace(Shape(16, programs=4), (1.05, 1.3, 1.75, 2.14)),
+        (SHAPES[3], (1.37, 2.07)),
+        (Shape(16, programs=3), (0.88, 1.25, 1.65)),
+        (Shape(16, programs=4), (1.05, 1.3, 1.75, 2.14)),
     ),
     32: (
-        Pace(SHAPES[4], (1.02, 1.29)),
-        Pace(Shape(32, programs=3), (1.4, 1.65, 1.97)),
+        (SHAPES[4], (1.02, 1.29)),
+        (Shape(32, programs=3), (1.4, 1.65, 1.97)),
     ),
 }
 """The shapes to choose among, by the rows of x that they take at most. The first of each has two
@@ -154,14 +145,15 @@ def _choose_tiles(rows: int, n: int, k: int, processors: int) -> tuple[Shape, in
     """Returns the shape and the log2 of the parts of k that take least time by the estimate, or
     hardly more, for as many rows of x as one of PACES has.
     """
-    best = PACES[rows][0].shape, 0
+    best = PACES[rows][0][0], 0
     least = float("inf")
     for pace in PACES[rows]:
+        shape, _ = pace
         split_shift = 0
-        while split_shift == 0 or 1 << split_shift <= min(MOST_SPLITS, k // pace.shape.span):
+        while split_shift == 0 or 1 << split_shift <= min(MOST_SPLITS, k // shape.span):
             cost = estimate(pace, n, k, processors, split_shift)
             if cost < _WORTHWHILE * least:
-                best = pace.shape, split_shift
+                best = shape, split_shift
                 least = cost
             split_shift += 1
     return best

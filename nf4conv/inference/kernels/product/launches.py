@@ -23,11 +23,6 @@ from nf4conv.inference.kernels.product.shapes import (
 )
 from nf4conv.inference.kernels.product.sums import prepare_sum
 
-CAPABILITY: Final = 9
-"""Major compute capability of GPUs that have `wgmma` and begin kernels early; everything was
-measured on one of them.
-"""
-
 MOST_ELEMENTS: Final = 1 << 34
 """Of a weight: its pieces of 8 bytes and its blocks of 64 elements are counted in 32 bits."""
 
@@ -128,8 +123,8 @@ def most_rows(device: torch.device) -> int:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Returns True for a GPU that has `wgmma` and begins kernels early."""
-    return torch.cuda.get_device_capability(device)[0] == CAPABILITY
+    """Returns True for a GPU that has `wgmma` and begins kernels early: all was measured on one."""
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
