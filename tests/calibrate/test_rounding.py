@@ -187,7 +187,7 @@ def test_a_step_leaves_the_threads_of_torch_as_they_were():
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        steps._on_one_thread(lambda: None)()
+        assert steps._one_thread()(torch.get_num_threads)() == 1
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
