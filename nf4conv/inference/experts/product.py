@@ -46,7 +46,7 @@ def multiply_rows(
         launch_rows,
         shape_of,
     )
-    from nf4conv.inference.kernels.product.launches import is_hopper
+    from nf4conv.inference.kernels.product.launches import is_hopper  # importing Triton is slow
 
     tokens, k = ids.shape
     terms = 1 if weights is None else k
