@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -103,9 +104,15 @@ def name_of(file: Path) -> str:
 MODULES = {name_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    """Returns all nodes of a module. Many tests look at every module."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def imports(file: Path) -> Iterator[tuple[str, ast.stmt]]:
     """Yields the name of everything that a file imports, or may import, with the statement."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -114,6 +121,7 @@ def imports(file: Path) -> Iterator[tuple[str, ast.stmt]]:
             yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
 
 
+@cache
 def own(file: Path) -> dict[str, ast.stmt]:
     """Returns the modules of ours that a file imports, with the statements."""
     found = {}
@@ -152,7 +160,7 @@ def test_only_the_command_line_imports_the_package_above_the_rooms():
     """Rooms import from each other: `from nf4conv import __version__` would be an arrow upwards."""
     found = set()
     for name, file in MODULES.items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if isinstance(node, ast.ImportFrom) and node.module == "nf4conv":
                 found |= {(name, each.name) for each in node.names if each.name not in ROOMS}
             if isinstance(node, ast.Import) and not name.startswith("cli."):
@@ -243,7 +251,7 @@ def test_what_libraries_a_module_may_know():
 def parts_of_some_systems(file: Path) -> set[str]:
     """Returns what a file names that not every operating system has."""
     found = libraries(file) & OF_SOME_SYSTEMS
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             found |= {node.func.attr} & CALLS_OF_SOME_SYSTEMS
         elif isinstance(node, ast.Attribute):
@@ -264,7 +272,7 @@ def test_only_one_room_knows_how_operating_systems_differ():
 def test_the_command_line_calls_public_names_only():
     used = set()
     for name, file in MODULES.items():
-        for node in ast.walk(ast.parse(file.read_text())) if is_in(name, "cli") else ():
+        for node in nodes(file) if is_in(name, "cli") else ():
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "nf4conv":
                 used.add(node.attr)
     assert used - {"__version__"} <= {*nf4conv.__all__}
