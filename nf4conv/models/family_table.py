@@ -271,6 +271,7 @@ _add("phimoe mixtral minimax minimax_m2", BLOCK_SPARSE)
 _add(
     "bailing_hybrid",
     SINGLE,
+    float32=r"conv1d$",
     renamed=(
         (r"\.attention\.(f_proj)$", r".self_attn.forget_gate.\1"),
         (r"\.attention\.", ".self_attn."),
@@ -381,6 +382,7 @@ _add("ernie4_5_vl_moe_text longcat_flash", has_uneven_experts=True)
 # experts that authors store as stacks
 _add("diffusion_gemma_text gemma4_text granitemoe_swa mistral4 muse_spark_text zaya", STACKED)
 _add("hy_v4", STACKED, float32=r"(weights_proj|k_norm|^lm_head)$")
+_add("voxtral voxtral_encoder", float32=r"embed_positions$")
 _add("openai_privacy_filter", experts=(TRANSPOSED,))
 # load packed in transformers 4 and 5 alike, once they are split
 _add("llama4 llama4_text", LLAMA4)
