@@ -179,7 +179,7 @@ def clear_tokens(model: torch.nn.Module) -> torch.Tensor:
 
 def test_layers_in_transformers(mixture: Path, monkeypatch) -> None:
     import nf4conv.inference.moe
-    from nf4conv.inference.moe import dispatch
+    from nf4conv.inference.moe import forward
 
     assert nf4conv.inference.moe
     from transformers import AutoModelForCausalLM
@@ -196,7 +196,7 @@ def test_layers_in_transformers(mixture: Path, monkeypatch) -> None:
             found = model(ids).logits
             traced = compiled(ids).logits
             with monkeypatch.context() as patch:
-                patch.setattr(dispatch, "packed_experts_forward", lambda *_: None)
+                patch.setattr(forward, "packed_experts_forward", lambda *_: None)
                 expected = model(ids).logits
         for logits in (found, traced):
             assert torch.cosine_similarity(logits.float(), expected.float(), dim=2).min() > 0.999
