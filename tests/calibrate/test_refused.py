@@ -147,6 +147,14 @@ def test_windows_of_token_ids_are_taken(model: Path, text: Path, tmp_path: Path)
     assert (windows_of(model, tmp_path / "windows.npy") == windows_of(model, text)).all()
 
 
+def test_windows_are_of_the_whole_text_in_no_order(model: Path, tmp_path: Path):
+    np.save(tmp_path / "numbered.npy", np.arange(90 * 32, dtype=np.int32) // 32)
+    numbers = windows_of(model, tmp_path / "numbered.npy")[:, 0].tolist()
+    assert len({*numbers}) == 36
+    assert min(numbers) < 20 < 70 < max(numbers)
+    assert numbers != sorted(numbers)
+
+
 def test_lines_of_json_end_at_line_feeds_alone(worded: Path, tmp_path: Path):
     """Strings may hold U+2028 and U+0085 as they are."""
     entry = {"text": "abc\u2028d\u0085e" * 400}

@@ -12,6 +12,7 @@ from hub_server import Hub, Repo
 import nf4conv
 from nf4conv.commands.writing import describe as describe_plan
 from nf4conv.errors import PlanError
+from nf4conv.models.families import experts_in
 
 EXPERTS = "model.layers.{}.mlp.experts"
 NUMBER = 4
@@ -280,3 +281,14 @@ def test_parts_and_a_streamed_source_give_the_bytes_of_a_single_run(model_type, 
     files = contents(tmp_path / "streamed")
     for name in files.keys() - {"README.md", "nf4conv.json"}:
         assert files[name] == single[name], name
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [
+        ({"num_experts": 8, "architectures": ["Qwen2MoeForCausalLM"]}, {8}),
+        ({"num_experts": [8, 16]}, set()),  # layer by layer
+    ],
+)
+def test_how_many_experts_a_config_names(config, numbers):
+    assert experts_in(config) == numbers

@@ -6,7 +6,7 @@
 Each fault is written into nf4conv/ where it stands (never do that in a tree that is worth
 something), the tests of its room and test_quick.py run until one fails, and the file is put back.
 Faults are in all rooms, as many as these have lines; with --kernels they are in kernels of Triton
-alone. planted_faults.json keeps an earlier run, which tried all tests that come by a fault.
+alone. planted_faults.json keeps the last run, and why nothing found what is left of it.
 """
 
 import argparse

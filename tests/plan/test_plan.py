@@ -10,8 +10,9 @@ from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.format.layout import Format
+from nf4conv.options import QuantizeOptions
 from nf4conv.plan.arrange import make_plan
-from nf4conv.plan.fingerprint import plan_fingerprint
+from nf4conv.plan.fingerprint import named_options, plan_fingerprint
 from nf4conv.plan.jobs import CopyJob, PackJob, component_name
 from nf4conv.sources.header import build_header
 from nf4conv.sources.tensors import TensorInfo
@@ -152,3 +153,10 @@ def test_a_plan_decided_otherwise_has_another_fingerprint():
         != expected
     )
     assert fingerprint({}, limit=40_000) != expected
+
+
+def test_where_the_text_of_a_calibration_is_decides_nothing():
+    """A run goes on after its text was moved: what counts is its digest."""
+    made = [named_options(QuantizeOptions(calibrate=text)) for text in ("here.txt", "there.txt")]
+    assert made[0] == made[1]
+    assert made[0] != named_options(QuantizeOptions(calibrate="here.txt", calibration_tokens=512))
