@@ -75,12 +75,15 @@ def load(folder: Path) -> str:
 def config_of_source(model_class: type, source: Path) -> "transformers.PretrainedConfig":
     """Reads a config; says of its rotary embeddings to transformers 4 what 5 wrote for itself.
 
-    A result says it to both. transformers 4 would take its own defaults for the source.
+    A result says it to both. transformers 4 would take its own defaults for the source. What the
+    source itself says to transformers 4 stays, in both.
     """
     config = model_class.config_class.from_pretrained(source)
+    stored = json.loads((source / "config.json").read_text())
+    stored |= stored.get("text_config") or {}
     rope = getattr(config, "rope_parameters", None) or {}
     for key in ("rope_theta", "partial_rotary_factor"):
-        if key in rope:
+        if key in rope and key not in stored:
             setattr(config, key, rope[key])
     return config
 
