@@ -68,7 +68,7 @@ def _plan_pipeline(
     for name, place in folder.submodels.items():
         submodels[name] = dequantization.plan_submodel(folder.place, options, place)
     plan = DiffusersPlan(folder, submodels)
-    if not plan.totals().decoded:
+    if not plan.totals.decoded:
         raise PlanError(
             f"{source}: no submodel of this diffusers pipeline has a quantized weight to decode"
         )

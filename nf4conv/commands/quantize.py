@@ -73,7 +73,7 @@ class Plan:
     @property
     def totals(self) -> PlanTotals:
         """Counts tensors, parameters, bytes and files."""
-        return self.made.totals()
+        return self.made.totals
 
     def execute(self, out: str | Path) -> RunReport:
         """Carries the plan out. Arguments, results and errors are those of `quantize`."""
@@ -171,7 +171,7 @@ def _plan_pipeline(folder: DiffusersFolder, options: QuantizeOptions) -> Diffuse
     front, complaints = read_front_matter(folder.folder / "README.md")
     parts = [(name, part.source) for name, part in submodels.items()]
     plan = DiffusersPlan(folder, submodels, front, (*complaints, *unmatched(options, parts)))
-    if not plan.totals().packed:
+    if not plan.totals.packed:
         raise PlanError(
             f"{folder.place}: no tensor of this diffusers pipeline would be packed; "
             f"--dry-run shows why each is kept"

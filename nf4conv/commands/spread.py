@@ -108,7 +108,7 @@ def carry_out(
 def _make_parts(crew: "Crew", plan: Any, out: Path, options: RunOptions) -> list[RunReport]:
     """Has the crew make all parts; raises the first error of a worker."""
     progress = options.progress or ignore
-    count = min(crew.parts, plan.totals().shards)
+    count = min(crew.parts, plan.totals.shards)
     each = replace(options, ray=False, overwrite=False, progress=None)
     pending = set()
     for number in range(1, count + 1):

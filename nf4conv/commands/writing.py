@@ -78,7 +78,7 @@ def planned(
     """Plans a conversion, and logs what the plan holds."""
     started = time.perf_counter()
     plan = make_plan(source, options)
-    totals = plan.totals()
+    totals = plan.totals
     _log.info(
         "planned %d tensors in %.1f s: %d packed, %d decoded, %d kept; %d files, %s",
         totals.packed + totals.decoded + totals.copied,
@@ -95,7 +95,7 @@ def planned(
 def describe(plan: AnyPlan) -> PlanReport:
     """Describes what carrying out a plan would do."""
     rows = plan.rows()
-    totals = plan.totals()
+    totals = plan.totals
     # how fast some of the source is read now tells how long all of it takes
     speed = reading_speed([file for one in plan.parts for file in one.source.files])
     return PlanReport(
@@ -267,7 +267,7 @@ def _joined(plan: DiffusersPlan, out: Path, runs: Sequence[RunReport]) -> RunRep
     return replace(
         next((run for run in runs if not run.already_complete), runs[0]),
         out=str(out),
-        totals=replace(plan.totals(), bytes_after=sum(run.totals.bytes_after for run in runs)),
+        totals=replace(plan.totals, bytes_after=sum(run.totals.bytes_after for run in runs)),
         pipeline_seconds=sum(run.pipeline_seconds for run in runs),
         shards_resumed=shards_resumed,
         notes=plan.notes,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -48,9 +49,10 @@ class DiffusersPlan:
             rows += [row.inside(name) for row in plan.rows()]
         return rows
 
+    @cached_property
     def totals(self) -> PlanTotals:
         """Adds up the totals of all submodels."""
-        return add_totals([plan.totals() for plan in self.parts])
+        return add_totals([plan.totals for plan in self.parts])
 
     @property
     def config(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def shared_fingerprint(
         "model card": card,
         MAKING: plan.record,
         "bytes": sum(tensor.nbytes for tensor in source.tensors),
-        "totals": asdict(replace(plan, output=plan.whole, part=None).totals()),
+        "totals": asdict(replace(plan, output=plan.whole, part=None).totals),
     }
     return {
         **fingerprint(plan, device),

@@ -147,6 +147,7 @@ class WritingPlan:
                 return "decode"
         return "copy" if job.dtype == job.source.dtype else "cast"
 
+    @cached_property
     def totals(self) -> PlanTotals:
         """Adds up the rows."""
         jobs = [job for job in self.output.jobs if _is_counted(job)]

@@ -41,7 +41,7 @@ def tell_what_is_read(plan: WritingPlan | DiffusersPlan, options: WritingOptions
     """Tells who watches a run its notes, and the steps that read bytes."""
     if options.progress is None:
         return
-    totals = plan.totals()
+    totals = plan.totals
     work = totals.bytes_before
     if isinstance(options, DequantizeOptions):
         begin(options.progress, [Step("decoding", work)], plan.notes)

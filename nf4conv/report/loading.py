@@ -131,7 +131,7 @@ def loading_of_plan(plan: WritingPlan | DiffusersPlan) -> Loading | None:
     if isinstance(plan, DiffusersPlan):
         dtypes = []
         for part in plan.parts:
-            totals = part.totals()
+            totals = part.totals
             if totals.packed or totals.decoded:
                 dtypes.append(part.output.format.dtype)
         return diffusers_loading(plan.class_name, dtypes[0] if dtypes else "bfloat16")

@@ -70,7 +70,7 @@ def write_checkpoint(
         return RunReport(
             command=plan.command,
             out=str(out),
-            totals=replace(plan.totals(), bytes_after=folder.size),
+            totals=replace(plan.totals, bytes_after=folder.size),
             part=None if plan.part is None else plan.part.name,
             device=device,
             seconds=time.perf_counter() - started,

@@ -90,7 +90,7 @@ def find_earlier(
     return RunReport(
         command=plan.command,
         out=str(out),
-        totals=replace(plan.totals(), bytes_after=size),
+        totals=replace(plan.totals, bytes_after=size),
         already_complete=True,
         notes=plan.notes,
         verification=verification if run.verify else None,

@@ -220,7 +220,7 @@ def test_all_of_the_work_is_told_also_after_a_kill(model, text, tmp_path, monkey
         model, **options_for(text, **changes), **CPU, progress=told.append
     )
     plan = planned.made
-    work = plan.calibration.bytes_to_read + plan.totals().bytes_before
+    work = plan.calibration.bytes_to_read + plan.totals.bytes_before
     work -= plan.calibration.bytes_spared
     with monkeypatch.context() as patched:
         patched.setattr(calibrating, "with_calibrated_weights", kill)

@@ -132,9 +132,9 @@ def test_what_is_for_the_hub_stays_portable_unless_the_user_says_otherwise(tmp_p
     source = write(tmp_path / "source", "qwen2_moe")
     push = {"push_to_hub": REPO}
     plan = nf4conv.plan_quantize(source, **push).made
-    assert plan.totals().packed == 2
+    assert plan.totals.packed == 2
     assert any("--moe packed" in note for note in plan.notes)
-    assert nf4conv.plan_quantize(source, **PACKED, **push).made.totals().packed == 2 + 6 * NUMBER
+    assert nf4conv.plan_quantize(source, **PACKED, **push).made.totals.packed == 2 + 6 * NUMBER
 
 
 def test_a_source_in_4_bits_keeps_its_layout(tmp_path):
@@ -144,7 +144,7 @@ def test_a_source_in_4_bits_keeps_its_layout(tmp_path):
         again = nf4conv.quantize(tmp_path / moe, tmp_path / f"{moe}-again", **CPU)
         assert again.totals.stay == again.totals.packed == first.totals.packed
     push = {"push_to_hub": REPO}
-    assert nf4conv.plan_quantize(tmp_path / "packed", **push).made.totals().stay == 2 + 6 * NUMBER
+    assert nf4conv.plan_quantize(tmp_path / "packed", **push).made.totals.stay == 2 + 6 * NUMBER
 
 
 def test_every_weight_of_a_checkpoint_has_one_format(tmp_path):

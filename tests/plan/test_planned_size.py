@@ -69,4 +69,4 @@ def test_dequantize(tmp_path: Path, kind: str, shard_size: int):
     source = source_of(kind, tmp_path / "source")
     plan = make_plan(source, DequantizeOptions(max_shard_size=shard_size))
     nf4conv.dequantize(source, tmp_path / "out", max_shard_size=shard_size, **CPU)
-    assert plan.totals().bytes_after == size_of(tmp_path / "out")
+    assert plan.totals.bytes_after == size_of(tmp_path / "out")

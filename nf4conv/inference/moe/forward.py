@@ -52,7 +52,7 @@ FEWEST_MEMBERS: Final = 16
 
 
 Projections = tuple[Projection, Projection]
-"""What a layer multiplies with: gate and up, or up alone; then the way back."""
+"""A layer multiplies with gate and up, or with up alone, and then with down."""
 
 
 def packed_experts_forward(

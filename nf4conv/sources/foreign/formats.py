@@ -87,7 +87,7 @@ def part(suffixes: str, *forms: str, optional: bool = False) -> Part:
 
 
 class Solved(NamedTuple):
-    """What follows from the dtypes and the shapes of a weight's parts."""
+    """Tells how a weight is read, by the dtypes and the shapes of its parts."""
 
     shape: tuple[int, ...]  # of the weight
     dtype: str  # the tag that it decodes to
