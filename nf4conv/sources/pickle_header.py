@@ -1,15 +1,21 @@
 """Finds the tensors of a torch pickle and where their bytes are.
 
 Since torch 1.6 a file is an uncompressed zip archive: NAME/data.pkl describes the tensors as views
-of storages, and NAME/data/KEY holds the bytes of each storage. torch itself reads the description,
-with `weights_only`, and allocates nothing; each storage then tells where its bytes are.
+of storages, and NAME/data/KEY holds the bytes of each storage. Older files are pickles one after
+the other: a magic number, a version, the sizes of C types, the description, and the keys of all
+storages; then follow their bytes, each with a count of elements before it.
+
+torch itself reads the description, with `weights_only`, and allocates nothing; each storage then
+tells where its bytes are.
 """
 
+import os
 import warnings
 import zipfile
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from nf4conv.errors import SourceError, first_line
 from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS, TORCH_NAMES
@@ -23,6 +29,10 @@ if TYPE_CHECKING:
 _TAGS: Final = {f"torch.{name}": tag for tag, name in TORCH_NAMES.items()}
 """safetensors' dtype tag by torch's dtype."""
 
+_ARCHIVE: Final = b"PK\3\4"  # how a zip archive begins
+_MAGIC: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How an older file begins, behind two bytes that tell the pickle protocol."""
+
 
 def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
     """Returns the tensors of a file that `torch.save` wrote from a state dict, in the order of
@@ -32,15 +42,9 @@ def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
     whose elements are not in order gets an encoding.
     """
     try:
-        if not zipfile.is_zipfile(path):
-            raise SourceError(
-                f"{path}: no zip archive, so saved by torch before 1.6, or no file of torch; load "
-                f"it with torch and save it again, or download it again",
-                path=path,
-            )
-        stored = _stored_bytes(path)
+        state, stored = _load(path)
         tensors = []
-        for name, tensor in _load_state(path).items():
+        for name, tensor in _named_tensors(state).items():
             tensors.append(_describe(path, name, tensor, stored))
     except SourceError:
         raise
@@ -54,11 +58,29 @@ def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
     return tuple(tensors)
 
 
-def _stored_bytes(path: Path) -> dict[int, int]:
+def _load(path: Path) -> tuple[Any, dict[int, int]]:
+    """Returns what a file holds, whose tensors have no memory, and where the bytes of storages
+    begin in the file, with their number.
+    """
+    import torch  # importing it takes a second
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with path.open("rb") as file, warnings.catch_warnings(), FakeTensorMode():
+        warnings.simplefilter("ignore")  # torch warns of the pickle protocols 3 and newer
+        head = file.read(2 + len(_MAGIC))
+        if head.startswith(_ARCHIVE):
+            stored = _stored_bytes(file)  # refuses big-endian data, at which torch crashes
+            return torch.load(path, weights_only=True, mmap=False), stored
+        if head[2:] == _MAGIC:
+            return _load_older(file)
+    raise SourceError(f"{path}: no file of torch; download it again", path=path)
+
+
+def _stored_bytes(file: BinaryIO) -> dict[int, int]:
     """Returns where the entries of a zip archive begin in the file, with their sizes in bytes."""
     stored = {}
-    size = path.stat().st_size
-    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+    size = file.seek(0, os.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{entry.filename} is compressed, as torch never does")
@@ -74,16 +96,48 @@ def _stored_bytes(path: Path) -> dict[int, int]:
     return stored
 
 
-def _load_state(path: Path) -> dict[Any, Any]:
-    """Returns the state dict of a file, or the "state_dict" in a training checkpoint; its tensors
-    have no memory.
+def _load_older(file: BinaryIO) -> tuple[Any, dict[int, int]]:
+    """Does what `_load` does for a file from before torch 1.6, of which the magic number has been
+    read (torch/serialization.py: _legacy_load).
     """
-    import torch  # importing it takes a second
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    import torch
+    from torch._weights_only_unpickler import Unpickler
 
-    with warnings.catch_warnings(), FakeTensorMode():
-        warnings.simplefilter("ignore")  # torch warns of the pickle protocols 3 and newer
-        state = torch.load(path, weights_only=True, mmap=False)
+    storages: dict[str, Any] = {}
+
+    def storage_of(saved: tuple[Any, ...]) -> Any:
+        _, kind, key, _, _, view = saved
+        if view is not None:
+            raise ValueError("a view of a storage, as torch before 0.4 saved")
+        if key not in storages:
+            empty = torch.UntypedStorage(0, device="meta")  # type: ignore[no-untyped-call]
+            typed: Any = torch.TypedStorage
+            storages[key] = typed(wrap_storage=empty, dtype=kind.dtype, _internal=True)
+        return storages[key]
+
+    def load() -> Any:
+        unpickler: Any = Unpickler(file, encoding="utf-8")
+        unpickler.persistent_load = storage_of
+        return unpickler.load()
+
+    load(), load()  # version and sizes, which were always the same
+    state, keys = load(), load()
+    stored = {}
+    for key in keys:
+        count = int.from_bytes(file.read(8), "little")
+        start = file.tell()
+        storages[key].untyped()._checkpoint_offset = start
+        stored[start] = count * storages[key].dtype.itemsize
+        file.seek(stored[start], os.SEEK_CUR)
+    if file.tell() > file.seek(0, os.SEEK_END):
+        raise ValueError("storages reach beyond the end of the file")
+    return state, stored
+
+
+def _named_tensors(state: Any) -> dict[str, "torch.Tensor"]:
+    """Returns a state dict, or the "state_dict" in a training checkpoint."""
+    import torch
+
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict):
@@ -113,7 +167,7 @@ def _describe(path: Path, name: str, tensor: "torch.Tensor", stored: dict[int, i
     first = int(tensor.storage_offset()) * itemsize
     if first + span * itemsize > stored.get(place, 0):
         raise SourceError.about(
-            path, name, "reaches beyond the end of its storage; the download is incomplete"
+            path, name, "reaches beyond its storage; the download is incomplete"
         )
     start = place + first
     info = TensorInfo(name, dtype, shape, path, start, start + span * itemsize)
@@ -128,5 +182,7 @@ def _describe(path: Path, name: str, tensor: "torch.Tensor", stored: dict[int, i
 
 def _reason(error: Exception) -> str:
     """Returns what an error of torch or zipfile says, on one line and without torch's advice."""
-    text = str(error).rpartition("WeightsUnpickler error:")[2].partition(" Please use ")[0]
+    if isinstance(error.__context__, UnpicklingError):  # torch puts advice around what it says
+        error = error.__context__
+    text = str(error).partition(" Please use ")[0]
     return first_line(ValueError(text)) if text.strip() else type(error).__name__
