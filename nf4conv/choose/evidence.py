@@ -146,7 +146,7 @@ class Evidence:
             # not name it without naming theirs. It may have few rows. Only bitsandbytes' kernels
             # for CPUs cannot take these, and diffusers needs a GPU.
             return None if module in self.names_in_blocks else Why.OUTSIDE_BLOCKS
-        if self.multimodal and is_in_tower(module):
+        if self.is_in_tower(module):
             if any(family.renames_towers for family in self.families):
                 return Why.RENAMED_TOWER
             if not towers:
@@ -184,6 +184,10 @@ class Evidence:
         if shape[0] < FEWEST_ROWS:
             return Why.FEW_ROWS
         return None
+
+    def is_in_tower(self, module: str) -> bool:
+        """Returns True for a module in a vision or audio part beside a language model."""
+        return self.multimodal and is_in_tower(module)
 
     def why_unsure(self, module: str, shape: tuple[int, ...]) -> str | None:
         """Returns why a matrix that looks like an `nn.Linear` may be none; None if it is sure."""

@@ -195,17 +195,18 @@ def _decide(
     module = module_of(tensor.name)
     # what a 4-bit source has packed is a linear layer, and stays packed
     is_packed = is_in_4_bits(tensor)
-    # what the user includes is sure, and this tensor is included: else it would be unwanted
-    is_sure = is_packed or bool(options.include)
+    # this tensor is included, if any is: else it would be unwanted
+    is_included = bool(options.include)
     why = unwanted or evidence.why_kept(
         module,
         tensor.shape,
-        towers=packs_towers or is_sure,
+        towers=packs_towers or is_packed or is_included,
         experts=moe == "packed" or (is_packed and moe is None),
     )
     if why is not None:
         return Keep(why, keep_dtype, is_linear=True)
-    if not is_sure:
+    # what the user includes is sure, but "*vision*" includes embeddings of any name
+    if not is_packed and not (is_included and not evidence.is_in_tower(module)):
         doubt = evidence.why_unsure(module, tensor.shape)
         if doubt is not None:
             return Keep(f"unsure: {doubt}", keep_dtype, is_linear=True)

@@ -302,6 +302,17 @@ def test_towers_that_are_included_are_packed():
     assert "vision_tower" not in selection.skip_modules
 
 
+def test_included_towers_keep_what_may_be_an_embedding_of_any_name():
+    rows = "vision_tower.row_embedder.weight"
+    source = [*VLM, tensor(rows, (64, 64))]
+    selection = select(
+        source, {"model_type": "llava", "text_config": {}}, QuantizeOptions(include=("*",))
+    )
+    assert VLM[2].name in packed(selection)
+    assert rows not in packed(selection)
+    assert "vision_tower.row_embedder" in selection.skip_modules
+
+
 def test_a_dual_encoder_is_no_multimodal_language_model():
     config = {"model_type": "clip", "text_config": {}, "vision_config": {}}
     selection = select(
