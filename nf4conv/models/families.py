@@ -82,8 +82,3 @@ def experts_in(config: Mapping[str, Any]) -> frozenset[int]:
             if key in _NUMBERS and type(value) is int and value > 0:
                 numbers.add(value)
     return frozenset(numbers)
-
-
-def is_gpt_oss(config: Mapping[str, Any]) -> bool:
-    """Returns True for gpt-oss, to whose experts Unsloth gives names of its own."""
-    return "gpt_oss" in model_types(config)

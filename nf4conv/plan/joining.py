@@ -4,14 +4,13 @@ Nothing is read: a stack is a tensor with the encoding StackedExperts, and is pu
 expert when it is written.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nf4conv.errors import SourceError
-from nf4conv.models.experts import single_expert, stack_name
-from nf4conv.models.families import experts_in, is_gpt_oss, stacked_layouts
-from nf4conv.models.family_table import ExpertLayout, ExpertStack
+from nf4conv.models.experts import SingleExpert, single_expert, stack_name
+from nf4conv.models.families import experts_in, stacked_layouts
+from nf4conv.models.family_table import GPT_OSS, ExpertLayout, ExpertStack
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.tensors import TensorInfo
 
@@ -21,20 +20,7 @@ class _Stack(NamedTuple):
 
     name: str  # in the result
     kind: ExpertStack  # how the experts lie in it
-    leaf: str = "weight"  # or "bias"
-
-
-@dataclass
-class _Layer:
-    """The tensors of the experts of a layer, by (projection, leaf) and number."""
-
-    experts: str
-    is_of_unsloth: bool
-    tensors: dict[tuple[str, str], dict[int, TensorInfo]] = field(default_factory=dict)
-
-    def has(self, stack: _Stack) -> bool:
-        """Returns True if the layer has any of the matrices of a stack."""
-        return any((name, stack.leaf) in self.tensors for name in stack.kind.projections)
+    matrices: dict[tuple[int, str], TensorInfo]  # by expert and projection
 
 
 def join_experts(
@@ -45,128 +31,78 @@ def join_experts(
     """Joins the experts of families that store them stacked, and gives them the names they had.
 
     A stack is in the place of its first matrix. Without layouts, stacks are those that the family
-    has on disk.
+    has on disk. Raises a SourceError for experts that are incomplete or cannot be stacked.
     """
-    layers = _layers(tensors)
-    if not layers:
-        return tuple(tensors)
     if layouts is None:
         layouts = stacked_layouts(config)
-    joined: dict[str, TensorInfo] = {}  # by the name of the first matrix
-    used: set[str] = set()
-    for layer in layers:
-        for stack in _stacks_of(layer, layouts, config):
-            experts = _matrices(layer, stack, config)
-            joined[experts[0][0].name] = _stacked(stack, experts)
-            used.update(matrix.name for matrices in experts for matrix in matrices)
-    found = []
-    for tensor in tensors:
-        if tensor.name in joined:
-            found.append(joined[tensor.name])
-        elif tensor.name not in used:
-            found.append(tensor)
-    if is_gpt_oss(config):  # the routers of Unsloth get the names that they have elsewhere
-        found = [
-            one._replace(name=one.name.replace(".router.linear.", ".router.")) for one in found
-        ]
-    return tuple(found)
-
-
-def _layers(tensors: Sequence[TensorInfo]) -> list[_Layer]:
-    """Returns the layers of experts that are stored one by one."""
-    layers: dict[str, _Layer] = {}
+    if not layouts:
+        return tuple(tensors)
+    stacks: dict[str, _Stack] = {}
+    found: list[TensorInfo | _Stack] = []
     for tensor in tensors:
         single = single_expert(tensor.name)
-        if single is None:
+        place = None if single is None else _place_of(single, layouts)
+        if single is None or place is None:
+            if GPT_OSS in layouts:  # the routers of Unsloth get the names that they have elsewhere
+                name = tensor.name.replace(".router.linear.", ".router.")
+                tensor = tensor._replace(name=name)
+            found.append(tensor)
             continue
-        layer = layers.setdefault(single.experts, _Layer(single.experts, single.is_of_unsloth))
-        matrices = layer.tensors.setdefault((single.projection, single.leaf), {})
-        matrices[single.expert] = tensor
-    return list(layers.values())
+        name, kind = place
+        stack = stacks.setdefault(name, _Stack(name, kind, {}))
+        stack.matrices[single.expert, single.projection] = tensor
+        if single.expert == 0 and single.projection == kind.projections[0]:
+            found.append(stack)
+    joined = {name: _joined(stack, experts_in(config)) for name, stack in stacks.items()}
+    return tuple(joined[one.name] if isinstance(one, _Stack) else one for one in found)
 
 
-def _stacks_of(
-    layer: _Layer, layouts: Sequence[ExpertLayout], config: Mapping[str, Any]
-) -> Iterator[_Stack]:
-    """Yields the stacks that the experts of a layer belong to."""
-    if layer.is_of_unsloth:
-        if not is_gpt_oss(config):
-            return
-        for projection, leaf in layer.tensors:
-            name = f"{layer.experts}.{projection}"
-            if leaf == "bias":
-                name += "_bias"
-            kind = ExpertStack("", "", (projection,), is_transposed=leaf == "weight")
-            yield _Stack(name, kind, leaf)
-        return
+def _place_of(
+    single: SingleExpert, layouts: Sequence[ExpertLayout]
+) -> tuple[str, ExpertStack] | None:
+    """Returns the name and the kind of the stack that a tensor belongs to; None if to none."""
+    is_weight = single.leaf == "weight"
+    if single.is_of_unsloth:
+        if GPT_OSS not in layouts:
+            return None
+        name = f"{single.experts}.{single.projection}"
+        kind = ExpertStack("", "", (single.projection,), is_transposed=is_weight)
+        return (name if is_weight else f"{name}_bias"), kind
     for layout in layouts:
-        found = []
         for kind in layout.stacks:
-            stacked_as = stack_name(layer.experts, kind, layout)
-            if stacked_as is None:
-                continue
-            stack = _Stack(stacked_as, kind)
-            if layer.has(stack):
-                found.append(stack)
-        if found:
-            yield from found
-            return
+            stacked_as = stack_name(single.experts, kind, layout)
+            if is_weight and stacked_as is not None and single.projection in kind.projections:
+                return stacked_as, kind
+    return None
 
 
-def _matrices(
-    layer: _Layer, stack: _Stack, config: Mapping[str, Any]
-) -> list[tuple[TensorInfo, ...]]:
-    """Returns the matrices of each expert that a stack is put together from."""
-    found = [layer.tensors.get((name, stack.leaf), {}) for name in stack.kind.projections]
-    count = max(max(matrices, default=-1) for matrices in found) + 1
-    numbers = experts_in(config)
+def _joined(stack: _Stack, numbers: frozenset[int]) -> TensorInfo:
+    """Returns the tensor that stacks matrices, given the numbers of experts that a config names."""
+    count = 1 + max(expert for expert, _ in stack.matrices)
     if len(numbers) == 1:
         count = max(count, *numbers)
     experts = []
-    for number in range(count):
-        projections = []
-        for name, matrices in zip(stack.kind.projections, found, strict=True):
-            matrix = matrices.get(number)
-            if matrix is None:
+    for expert in range(count):
+        for projection in stack.kind.projections:
+            if (expert, projection) not in stack.matrices:
                 raise SourceError(
-                    f"{layer.experts}: expert {number} has no {name}.{stack.leaf}, so the "
-                    f"{count:,} experts of this layer cannot be stacked; the checkpoint is "
-                    f"incomplete"
+                    f"{stack.name}: expert {expert} has no {projection}, so the {count:,} experts "
+                    f"of this layer cannot be stacked; the checkpoint is incomplete"
                 )
-            projections.append(matrix)
-        experts.append(tuple(projections))
-    _check_alike(layer, stack, experts)
-    return experts
-
-
-def _check_alike(layer: _Layer, stack: _Stack, experts: Sequence[tuple[TensorInfo, ...]]) -> None:
-    """Raises a SourceError if experts differ in shape or dtype, or projections do not fit."""
+        experts.append(tuple(stack.matrices[expert, name] for name in stack.kind.projections))
     first = experts[0]
+    shape = first[0].shape
     kinds = {tuple((one.shape, one.dtype) for one in projections) for projections in experts}
-    if len(kinds) > 1:
-        raise SourceError(
-            f"{first[0].file}: {layer.experts}: its experts differ in shape or dtype, so they "
-            f"cannot be stacked"
-        )
-    dimensions = 2 if stack.leaf == "weight" else 1
     inputs = {matrix.shape[1:] for matrix in first}
-    heights = {matrix.shape[0] for matrix in first if matrix.shape}
-    fits = len(inputs) == 1 and all(len(matrix.shape) == dimensions for matrix in first)
-    if not fits or (stack.kind.is_interleaved and len(heights) > 1):
-        shapes = " and ".join(str(list(matrix.shape)) for matrix in first)
+    heights = [matrix.shape[0] for matrix in first if matrix.shape]
+    is_uneven = stack.kind.is_interleaved and len(set(heights)) > 1
+    if len(kinds) > 1 or len(inputs) > 1 or not 0 < len(shape) < 3 or is_uneven:
         raise SourceError(
-            f"{first[0].file}: {layer.experts}: {' and '.join(stack.kind.projections)} of {shapes} "
-            f"cannot be stacked"
+            f"{first[0].file}: {stack.name}: its experts differ in shape or dtype, or do not fit "
+            f"each other, so they cannot be stacked"
         )
-
-
-def _stacked(stack: _Stack, experts: Sequence[tuple[TensorInfo, ...]]) -> TensorInfo:
-    """Returns the tensor that stacks matrices."""
-    first = experts[0][0]
-    height = sum(matrix.shape[0] for matrix in experts[0])
-    shape = (height, *first.shape[1:])
+    shape = (sum(heights), *shape[1:])
     if stack.kind.is_transposed:
         shape = shape[::-1]
-    shape = (len(experts), *shape)
     encoding = StackedExperts(tuple(experts), stack.kind.is_transposed, stack.kind.is_interleaved)
-    return first._replace(name=stack.name, shape=shape, encoding=encoding)
+    return first[0]._replace(name=stack.name, shape=(count, *shape), encoding=encoding)
