@@ -52,7 +52,7 @@ ROOMS["__main__"] = {"cli", "system"}
 # what the converter imports of each wing, late
 DOORS = {
     "inference": ("commands.environment", "nf4conv.inference.moe.entry.status"),
-    "calibrate": ("commands.quantize", "nf4conv.calibrate.request.plan_calibrated"),
+    "calibrate": ("commands.planning", "nf4conv.calibrate.request.plan_calibrated"),
 }
 
 # libraries that only the named modules may import

@@ -79,6 +79,19 @@ def inspect(path: str, **values: Any) -> None:
     display.show(found)
 
 
+def _convert(kind: type[Any], source: str, out: str, values: dict[str, Any]) -> None:
+    """Runs `quantize` or `dequantize`, or shows what it would do."""
+    display, given = begin(kind, values, source)
+    if display.dry_run:
+        from nf4conv.commands.writing import dry_run  # importing it holds up --help
+
+        display.show(dry_run(source, kind(**given)))
+        return
+    with display.progress() as progress:
+        report = getattr(nf4conv, kind.command)(source, out, **given, progress=progress)
+    display.show(report)
+
+
 @main.command(
     cls=Command,
     epilog=examples(
@@ -100,16 +113,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
     in 4 bits of bitsandbytes anew: weights in the format asked for, by default their own, stay bit
     for bit. In a diffusers pipeline, --include 'transformer/*' chooses submodels.
     """
-    display, given = begin(QuantizeOptions, values, source)
-    if display.dry_run:
-        from nf4conv.commands.quantize import dry_run  # importing it holds up --help
-
-        planned = dry_run(source, QuantizeOptions(**given))
-        display.show(planned)
-        return
-    with display.progress() as progress:
-        report = nf4conv.quantize(source, out, **given, progress=progress)
-    display.show(report)
+    _convert(QuantizeOptions, source, out, values)
 
 
 @main.command(
@@ -185,16 +189,7 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     each. SRC is a folder, a .safetensors or .gguf file, or a model on the Hugging Face Hub. OUT
     loads as any 16-bit model, and llama.cpp converts it to GGUF.
     """
-    display, given = begin(DequantizeOptions, values, source)
-    if display.dry_run:
-        from nf4conv.commands.dequantize import dry_run  # importing it holds up --help
-
-        planned = dry_run(source, DequantizeOptions(**given))
-        display.show(planned)
-        return
-    with display.progress() as progress:
-        report = nf4conv.dequantize(source, out, **given, progress=progress)
-    display.show(report)
+    _convert(DequantizeOptions, source, out, values)
 
 
 @main.command(cls=Command, epilog=examples("env", "env --json"))

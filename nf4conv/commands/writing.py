@@ -9,20 +9,18 @@ OUT/<submodel>          a checkpoint of its own: a rerun finds by its record tha
 OUT/model_index.json    last of all: without it diffusers does not take the folder for a pipeline
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
+from nf4conv.commands.planning import AnyPlan, planned
 from nf4conv.errors import PlanError, SourceError, VerificationError
-from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions, QuantizeOptions, VerifyOptions, WritingOptions
 from nf4conv.output.workspace import Workspace, tidy
-from nf4conv.output.writer import write_file
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.plan.rows import summed
@@ -38,30 +36,22 @@ from nf4conv.run.tasks.scan import check_scales
 from nf4conv.sources.reader import read_small, reading_speed
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.folders import remove
+from nf4conv.system.machine import uncollected
 
 if TYPE_CHECKING:
     from nf4conv.output.push import Push
 
-_log: Final = logging.getLogger(__name__)
-
-AnyPlan: TypeAlias = WritingPlan | DiffusersPlan
-"""Plan of one checkpoint, or of a diffusers pipeline."""
-
-OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
+Announce: TypeAlias = Callable[[str, Path], None]
+"""Is told the name and the path of each shard that is finished."""
 
 
-def convert(
-    source: str | Path,
-    out: Path,
-    options: OptionsT,
-    make_plan: Callable[[str | Path, OptionsT], AnyPlan],
-) -> RunReport:
+def convert(source: str | Path, out: Path, options: WritingOptions) -> RunReport:
     """Plans a conversion and carries it out.
 
     A source that cannot be read is not needed if parts have made all files.
     """
     try:
-        plan = planned(source, options, make_plan)
+        plan = planned(source, options)
     except SourceError:
         found = finish_without_source(out, options)
         if found is None:
@@ -70,36 +60,16 @@ def convert(
     return execute(plan, out, options)
 
 
-def planned(
-    source: str | Path,
-    options: OptionsT,
-    make_plan: Callable[[str | Path, OptionsT], AnyPlan],
-) -> AnyPlan:
-    """Plans a conversion, and logs what the plan holds."""
-    started = time.perf_counter()
-    plan = make_plan(source, options)
-    totals = plan.totals
-    _log.info(
-        "planned %d tensors in %.1f s: %d packed, %d decoded, %d kept; %d files, %s",
-        totals.packed + totals.decoded + totals.copied,
-        time.perf_counter() - started,
-        totals.packed,
-        totals.decoded,
-        totals.copied,
-        totals.shards,
-        size(totals.bytes_after),
-    )
-    return plan
-
-
-def describe(plan: AnyPlan) -> PlanReport:
-    """Describes what carrying out a plan would do."""
+@uncollected()
+def dry_run(source: str | Path, options: WritingOptions) -> PlanReport:
+    """Describes what a conversion would do."""
+    plan = plan_part(planned(source, options), options)
     rows = plan.rows()
     totals = plan.totals
     # how fast some of the source is read now tells how long all of it takes
     speed = reading_speed([file for one in plan.parts for file in one.source.files])
     return PlanReport(
-        command=plan.parts[0].command,
+        command=options.command,
         source=str(plan.source),
         totals=totals,
         kinds=summed(rows),
@@ -129,10 +99,10 @@ def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
             f"--dry-run shows why each is kept"
         )
     with _open_push(options) as repository:
+        offer = ignore if repository is None else repository.offer
         if isinstance(plan, DiffusersPlan):
-            report = _write_pipeline(plan, out, options, repository)
+            report = _write_pipeline(plan, out, options, offer)
         else:
-            offer = None if repository is None else repository.offer
             report = _write_one(plan, out, options, offer, partial(_card, plan))
         if is_quantized:
             report = _with_commands(report, plan)
@@ -145,10 +115,10 @@ def _write_one(
     plan: WritingPlan,
     out: Path,
     options: WritingOptions,
-    announce: Callable[[str, Path], None] | None,
+    announce: Announce,
     card: Card,
 ) -> RunReport:
-    """Carries out the plan of one checkpoint; tells `announce` name and path of finished shards."""
+    """Carries out the plan of one checkpoint."""
     progress = options.progress or ignore
 
     def write() -> RunReport:
@@ -169,15 +139,12 @@ def _write_one(
 
 def _card(plan: AnyPlan, bytes_after: int, verified: VerificationSummary | None) -> str | None:
     """Writes the model card; None for a decoded model that no adapter is merged into."""
-    if isinstance(plan, DiffusersPlan) or plan.command == "quantize":
-        from nf4conv.report.card import model_card  # importing YAML takes a moment
-
-        return model_card(plan, bytes_after, verified)
-    if not plan.source.adapters:
+    first = plan.parts[0]
+    if first.command == "dequantize" and not first.source.adapters:
         return None
-    from nf4conv.report.card import merged_card
+    from nf4conv.report.card import model_card  # importing YAML takes a moment
 
-    return merged_card(plan)
+    return model_card(plan, bytes_after, verified)
 
 
 def _with_commands(report: RunReport, plan: AnyPlan) -> RunReport:
@@ -216,17 +183,15 @@ def _verify_again(plan: WritingPlan, out: Path, options: WritingOptions) -> None
 
 
 def _write_pipeline(
-    plan: DiffusersPlan, out: Path, options: WritingOptions, repository: "Push | None"
+    plan: DiffusersPlan, out: Path, options: WritingOptions, announce: Announce
 ) -> RunReport:
     """Carries out the plans of all submodels. On the Hub, folders stand before names of files."""
 
     def write(name: str, options: WritingOptions) -> RunReport:
-        def announce(file: str, path: Path) -> None:
-            if repository is not None:
-                repository.offer(f"{name}/{file}", path)
+        def announce_inside(file: str, path: Path) -> None:
+            announce(f"{name}/{file}", path)
 
-        part = plan.submodels[name]
-        return _write_one(part, out / name, options, announce, lambda *_: None)
+        return _write_one(plan.submodels[name], out / name, options, announce_inside, ignore)
 
     index = plan.source.index
     if (out / index.name).is_file() and not is_unfinished(out) and not options.overwrite:
@@ -249,9 +214,9 @@ def _write_pipeline(
         for file in plan.source.files:
             workspace.copy(str(file), plan.source.folder / file)
         report = _joined(plan, out, reports)
-        if isinstance(options, QuantizeOptions):
-            card = _card(plan, report.totals.bytes_after, report.verification)
-            workspace.write("README.md", str(card).encode(errors="backslashreplace"))
+        card = _card(plan, report.totals.bytes_after, report.verification)
+        if card is not None:
+            workspace.write("README.md", card.encode(errors="backslashreplace"))
         workspace.complete({index.name: read_small(index)})
     return report
 
@@ -298,18 +263,16 @@ def _open_push(
 def _pushed(report: RunReport, repository: "Push", out: Path, plan: AnyPlan) -> RunReport:
     """Commits what has been uploaded, and adds the address to the report.
 
-    The code of the card loads the model from the repository from then on.
+    On the Hub, the code of the card loads the model from the repository.
     """
     from nf4conv.report.card import with_repository  # importing YAML takes a moment
 
     loading = loading_of_plan(plan)
     card = out / "README.md"
+    changed = {}
     if loading is not None:
         report = replace(report, loading=loading.code(repository.repo))
         if card.is_file():
-            for left in out.glob(".README.md.*.partial"):  # by a run that was killed just here
-                left.unlink()
             text = with_repository(card.read_text(encoding="utf-8"), loading, repository.repo)
-            write_file(card, [text.encode()])
-    address = repository.commit(out, "Quantize to 4 bits with nf4conv")
-    return replace(report, pushed=address, push="")
+            changed["README.md"] = text.encode()
+    return replace(report, pushed=repository.commit(out, changed), push="")

@@ -44,6 +44,8 @@ _SILENCE: Final = 30
 commit before it answers.
 """
 
+_MESSAGE: Final = "Quantize to 4 bits with nf4conv"
+
 _LOGIN: Final = "; log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
@@ -117,17 +119,20 @@ class Push:
         """Uploads a finished file in the background. May be called from any thread."""
         self._queue.put((name, path))
 
-    def commit(self, folder: Path, message: str) -> str:
-        """Makes the files of a folder a model, once those that were offered are uploaded."""
+    def commit(self, folder: Path, changed: Mapping[str, bytes]) -> str:
+        """Makes the files of a folder a model, once those that were offered are uploaded.
+
+        `changed` has what is to be on the Hub in the place of some of them, by their names.
+        """
         started = time.perf_counter()
         self._queue.put(None)
         self._uploading.wait()
-        files = _files_in(folder)
+        files: dict[str, Path | bytes] = {**_files_in(folder), **changed}
         try:
             if self._error is not None:
                 raise self._error
             operations = self._operations(files)
-            commit = self._api.create_commit(self.repo, operations, commit_message=message)
+            commit = self._api.create_commit(self.repo, operations, commit_message=_MESSAGE)
             seconds = time.perf_counter() - started
             _log.info("uploaded what was left of %d files in %.1f s", len(files), seconds)
             return str(commit.commit_url)
@@ -139,7 +144,7 @@ class Push:
             ) from error
 
     def _operations(
-        self, files: Mapping[str, Path]
+        self, files: Mapping[str, Path | bytes]
     ) -> list[CommitOperationAdd | CommitOperationDelete]:
         """Returns what the commit does: adds these files, and deletes stale ones."""
         additions = [

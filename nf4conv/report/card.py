@@ -6,7 +6,7 @@ card.md.jinja is the text. This module finds out what stands in it.
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ import jinja2
 import yaml
 
 from nf4conv.format.dtypes import DTYPE_NAMES
+from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
@@ -27,7 +28,7 @@ from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OWN_TAGS, OriginalCard
 from nf4conv.sources.places import is_repo_id
 from nf4conv.sources.record import KEPT, PACKED, name_of
-from nf4conv.sources.source import AdapterFiles, Source
+from nf4conv.sources.source import AdapterFiles
 from nf4conv.version import __version__
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ _HERE: Final = "."
 
 _ELSEWHERE: Final = '# runs in the folder of this model; elsewhere, put its path or name for "."'
 
+_PLAIN: Final = (*DTYPE_NAMES.values(), "F64")
+"""How descriptions of weights begin that are not quantized."""
+
 _SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")
 """Characters that Markdown, or HTML in it, takes for more than themselves."""
 
@@ -78,6 +82,14 @@ _MEANINGS: Final = {
 }
 """A sentence for each kind of scales."""
 
+_OF_FORMATS: Final[Mapping[str, Callable[[Format], str]]] = {
+    "4-bit data type": lambda format: format.quant_type.upper(),
+    "block size": lambda format: str(format.blocksize),
+    "double quantization": lambda format: "yes" if format.double_quant else "no",
+    "scales": lambda format: format.scales.replace("search", "searched"),
+}
+"""The settings that are read off the format of a weight, by the names of their rows."""
+
 
 @dataclass(frozen=True)
 class _Original:
@@ -86,8 +98,13 @@ class _Original:
     card: OriginalCard
     origin: "Origin | None"  # where it was downloaded from
     base_model: str | None  # its name on the Hub, as far as that is known
-    short: str  # the last part of its name on the Hub, or of its folder
-    adapters: tuple[AdapterFiles, ...] = ()  # that were merged into it
+    folder: str  # the name of its folder
+    adapters: tuple[AdapterFiles, ...]  # that were merged into it
+
+    @property
+    def short(self) -> str:
+        """Returns the last part of its name on the Hub, or the name of its folder."""
+        return (self.base_model or self.folder).rpartition("/")[2]
 
     @property
     def link(self) -> str:
@@ -102,97 +119,80 @@ class _Original:
         return _escaped(self.short)
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """Describes what is in a quantized result."""
-
-    weights: Sequence[tuple[Provenance, int]]  # in 4 bits, most weights first
-    jobs: Sequence[Job]  # tensors that were written
-    kept: Sequence[CopyJob]  # of those, what belongs to no weight in 4 bits
-
-    @property
-    def quant_types(self) -> list[str]:
-        return list(dict.fromkeys(weight.format.quant_type for weight, _ in self.weights))
-
-    def count(self, *, is_kept: bool) -> int:
-        """Counts the weights that the source has in 4 bits, and that were kept, or packed anew."""
-        total = 0
-        for weight, count in self.weights:
-            if weight.is_from_4_bits and (weight.origin == KEPT) is is_kept:
-                total += count
-        return total
-
-
 def model_card(
     plan: WritingPlan | DiffusersPlan,
     bytes_after: int,
     verified: VerificationSummary | None,
 ) -> str:
-    """Returns the card of a quantized checkpoint or pipeline, given the size of its weights."""
+    """Returns the card of a checkpoint or pipeline that is quantized, or that adapters are merged
+    into, given the size of its weights.
+    """
+    first = plan.parts[0]
     is_pipeline = isinstance(plan, DiffusersPlan)
-    parts: Sequence[WritingPlan] = plan.parts
-    first = parts[0]
-    weights: Counter[Provenance] = Counter()
+    original = _name_original(plan)
+    loading = loading_of_plan(plan)
+    library = "diffusers" if is_pipeline or first.source.stem != "model" else "transformers"
+    if first.command == "quantize":
+        facts = _facts_of_packed(plan, original, bytes_after, verified)
+        facts["readers"] = None if is_pipeline else first.readers
+    else:
+        base = _escaped(original.folder)
+        if original.origin is not None:
+            base = _repo_link(original.origin.repo)
+        facts = {
+            "title": "A merged model",
+            "introduction": f"{base}{_merged_with(original)}, by nf4conv {__version__}.",
+            "tags": [tag for tag in original.card.tags if tag not in OWN_TAGS],
+            "kept": None,
+        }
+    return _template().render(
+        front=_front_matter(original, library, loading, facts.pop("tags")),
+        loading=loading,
+        original=original.card,
+        here=_HERE,
+        elsewhere=_ELSEWHERE,
+        **facts,
+    )
+
+
+def _facts_of_packed(
+    plan: WritingPlan | DiffusersPlan,
+    original: _Original,
+    bytes_after: int,
+    verified: VerificationSummary | None,
+) -> dict[str, Any]:
+    """Returns what the template says of a quantized result alone."""
+    counts: Counter[Provenance] = Counter()
     jobs: list[Job] = []
     others: list[CopyJob] = []
-    for part in parts:
-        weights.update(part.weights.values())
+    for part in plan.parts:
+        counts.update(part.weights.values())
         jobs += part.whole.jobs
         others += not_packed(part.whole, part.weights)
-    packed = _Packed(weights.most_common(), jobs, others)
-    before = sum(tensor.nbytes for part in parts for tensor in part.source.tensors)
-    assert isinstance(first.options, QuantizeOptions)
-    original = _name_original(first.source, plan.front, first.options.base_model, is_pipeline)
-    loading = loading_of_plan(plan)
-    is_of_transformers = not is_pipeline and first.source.stem == "model"
-    library = "transformers" if is_of_transformers else "diffusers"
-    quantization = (plan.config or {}).get("quantization_config") or {}
-    quant_types = " and ".join(quant_type.upper() for quant_type in packed.quant_types)
-    made = f"its linear layers packed to bitsandbytes {quant_types} with"
+    weights = dict(counts.most_common())
+    quant_types = list(dict.fromkeys(weight.format.quant_type for weight in weights))
+    names = " and ".join(quant_type.upper() for quant_type in quant_types)
+    made = f"its linear layers packed to bitsandbytes {names} with"
     if all(weight.origin == KEPT for weight in weights):
-        made = f"its linear layers in bitsandbytes {quant_types}, kept bit for bit by"
-    tags = [*original.card.tags, "bitsandbytes", "4-bit", *packed.quant_types]
-    return _rendered(
-        front=_front_matter(original, library, loading, tags),
-        title=f"{_escaped(original.short)} in 4 bits",
-        introduction=f"{original.link}{_merged_with(original)}, {made} nf4conv {__version__}.",
-        settings=_settings(packed, quantization.get("bnb_4bit_compute_dtype")),
-        measured=measured_rows(before, bytes_after, verified, _parameters(jobs)),
-        kept=_kept(jobs),
-        meanings=list(_meanings(packed)),
-        check=f"nf4conv verify . --source {_source_arguments(original)}",
-        loading=loading,
-        original=original.card,
-        readers=None if is_pipeline else first.readers,
-    )
-
-
-def merged_card(plan: WritingPlan) -> str:
-    """Returns the card of a model that adapters are merged into, and that is not packed."""
-    loading = loading_of_plan(plan)
-    original = _name_original(plan.source, plan.front, None)
-    origin = original.origin
-    base = _repo_link(origin.repo) if origin is not None else _escaped(plan.source.folder.name)
-    made = f"{base}{_merged_with(original)}, by nf4conv {__version__}."
-    tags = [tag for tag in original.card.tags if tag not in OWN_TAGS]
-    return _rendered(
-        front=_front_matter(original, "transformers", loading, tags),
-        title="A merged model",
-        introduction=made,
-        kept=None,
-        loading=loading,
-        original=original.card,
-    )
+        made = f"its linear layers in bitsandbytes {names}, kept bit for bit by"
+    before = sum(tensor.nbytes for part in plan.parts for tensor in part.source.tensors)
+    config = (plan.config or {}).get("quantization_config") or {}
+    return {
+        "tags": [*original.card.tags, "bitsandbytes", "4-bit", *quant_types],
+        "title": f"{_escaped(original.short)} in 4 bits",
+        "introduction": f"{original.link}{_merged_with(original)}, {made} nf4conv {__version__}.",
+        "settings": _settings(weights, jobs, others, config.get("bnb_4bit_compute_dtype")),
+        "measured": measured_rows(before, bytes_after, verified, _parameters(jobs)),
+        "kept": _kept(jobs),
+        "meanings": list(_meanings(weights)),
+        "check": f"nf4conv verify . --source {_source_arguments(original)}",
+    }
 
 
 def with_repository(card: str, loading: Loading, repo: str) -> str:
     """Returns a card whose code loads the model from the Hub."""
     here = f"{loading.call(_HERE)}\n{_ELSEWHERE}\n"
     return card.replace(here, f"{loading.call(repo)}\n")
-
-
-def _rendered(**facts: Any) -> str:
-    return _template().render(here=_HERE, elsewhere=_ELSEWHERE, **facts)
 
 
 @cache
@@ -229,29 +229,29 @@ def _front_matter(
     return str(yaml.safe_dump(front, sort_keys=False, allow_unicode=True))
 
 
-def _name_original(
-    source: Source, card: OriginalCard, base_model: str | None, in_pipeline: bool = False
-) -> _Original:
+def _name_original(plan: WritingPlan | DiffusersPlan) -> _Original:
     """Names the original by the user's word, its place on the Hub, its card or its config.
 
     That of a pipeline is named by one of its submodels.
     """
+    source = plan.parts[0].source
     origin = None if source.fetched is None else source.fetched.origin
     folder = source.folder
     stated = str((source.config or {}).get("_name_or_path", ""))
-    if in_pipeline:
+    if isinstance(plan, DiffusersPlan):
         folder = folder.parent
         stated = ""
         if origin is not None:
             origin = replace(origin, subfolder=origin.subfolder.rpartition("/")[0])
+    options = plan.parts[0].options
+    base_model = options.base_model if isinstance(options, QuantizeOptions) else None
     if base_model is None and origin is not None:
         base_model = origin.repo
-    elif base_model is None and is_repo_id(card.base_of_ours or ""):
-        base_model = card.base_of_ours
+    elif base_model is None and is_repo_id(plan.front.base_of_ours or ""):
+        base_model = plan.front.base_of_ours
     elif base_model is None and is_repo_id(stated) and not Path(stated).exists():
         base_model = stated
-    name = base_model or name_of(folder)
-    return _Original(card, origin, base_model, name.rpartition("/")[2], source.adapters)
+    return _Original(plan.front, origin, base_model, name_of(folder), source.adapters)
 
 
 def _merged_with(original: _Original) -> str:
@@ -268,36 +268,49 @@ def _merged_with(original: _Original) -> str:
     return f", merged with the LoRA {noun} {', '.join(names)}"
 
 
-def _settings(packed: _Packed, compute_dtype: object) -> dict[str, str]:
-    """Returns what is known of a result before its weights are written, by names of rows."""
-    jobs = [job for job in packed.jobs if isinstance(job, PackJob)]
-    parameters = _parameters(packed.jobs)
-    share = 100 * _parameters(jobs) / parameters
-    rows = {
-        "4-bit data type": _shared(packed, lambda weight: weight.format.quant_type.upper()),
-        "block size": _shared(packed, lambda weight: str(weight.format.blocksize)),
-        "double quantization": _shared(
-            packed, lambda weight: "yes" if weight.format.double_quant else "no"
-        ),
-        "scales": _shared(
-            packed, lambda weight: weight.format.scales.replace("search", "searched")
-        ),
-    }
-    dtypes = _dtypes(packed.kept)
+def _settings(
+    weights: Mapping[Provenance, int],
+    jobs: Sequence[Job],
+    others: Sequence[CopyJob],
+    compute_dtype: object,
+) -> dict[str, str]:
+    """Returns what is known of a result before its weights are written, by names of rows.
+
+    `weights` says how many are alike, `others` are the jobs that belong to no weight in 4 bits.
+    """
+    packed = [job for job in jobs if isinstance(job, PackJob)]
+    parameters = _parameters(jobs)
+    share = 100 * _parameters(packed) / parameters
+    rows = {}
+    for name, value_of in _OF_FORMATS.items():
+        values: Counter[str] = Counter()
+        for weight, count in weights.items():
+            values[value_of(weight.format)] += count
+        rows[name] = next(iter(values), "")
+        if len(values) > 1:
+            rows[name] = ", ".join(f"{value} ({n:,} weights)" for value, n in values.items())
+    dtypes = _dtypes(others)
     if dtypes:
         rows["what is not packed"] = " and ".join(dtypes)
     if compute_dtype is not None:
         rows["computed in"] = str(compute_dtype)
-    rows["packed"] = f"{len(jobs):,} weights, {share:.1f} % of {parameters:,} parameters"
-    kept = packed.count(is_kept=True)
+    rows["packed"] = f"{len(packed):,} weights, {share:.1f} % of {parameters:,} parameters"
+    kept = decoded = 0
+    encoded: Counter[str] = Counter()  # by another quantization
+    for weight, count in weights.items():
+        if weight.origin == KEPT:
+            kept += count
+        elif weight.is_from_4_bits:
+            decoded += count
+        elif not weight.made_from.startswith(_PLAIN):
+            encoded[weight.made_from] += count
     if kept:
         rows["kept bit for bit"] = f"{kept:,} weights, which were in 4 bits before"
-    decoded = packed.count(is_kept=False)
     if decoded:
         rows["packed from 4 bits"] = f"{decoded:,} weights, which were decoded first"
-    others = _other_quantizations(packed)
-    if others:
-        rows["quantized before"] = f"{others}, which were decoded first"
+    if encoded:
+        named = [f"{n:,} weights in {_escaped(name)}" for name, n in encoded.items()]
+        rows["quantized before"] = f"{', '.join(named)}, which were decoded first"
     return rows
 
 
@@ -317,26 +330,6 @@ def measured_rows(
 
 def _parameters(jobs: Sequence[Job]) -> int:
     return sum(job.elements for job in jobs)
-
-
-def _shared(packed: _Packed, value_of: Callable[[Provenance], str]) -> str:
-    """Returns the value that all packed weights share, or each value with its number of weights."""
-    counts: Counter[str] = Counter()
-    for weight, count in packed.weights:
-        counts[value_of(weight)] += count
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{value} ({count:,} weights)" for value, count in counts.items())
-
-
-def _other_quantizations(packed: _Packed) -> str:
-    """Returns what weights were stored as that another quantization had encoded; may be empty."""
-    plain = (*DTYPE_NAMES.values(), "F64")
-    named: Counter[str] = Counter()
-    for weight, count in packed.weights:
-        if not weight.is_from_4_bits and not weight.made_from.startswith(plain):
-            named[weight.made_from] += count
-    return ", ".join(f"{count:,} weights in {_escaped(name)}" for name, count in named.items())
 
 
 def _dtypes(jobs: Sequence[CopyJob]) -> list[str]:
@@ -360,10 +353,10 @@ def _kept(jobs: Sequence[Job]) -> list[tuple[str, str, int]]:
     return [(reason, f"{counts[reason]:,}", sizes[reason]) for reason in reasons]
 
 
-def _meanings(packed: _Packed) -> Iterator[str]:
+def _meanings(weights: Mapping[Provenance, int]) -> Iterator[str]:
     """Yields a sentence for each kind of packed bytes that there is."""
-    kept = packed.count(is_kept=True)
-    scales = {weight.format.scales for weight, _ in packed.weights if weight.origin == PACKED}
+    kept = sum(count for weight, count in weights.items() if weight.origin == KEPT)
+    scales = {weight.format.scales for weight in weights if weight.origin == PACKED}
     if kept:
         which = f"{kept:,} of the weights were in 4 bits before" if scales else "The weights"
         verb = ", and have" if scales else " have"

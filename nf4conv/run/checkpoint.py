@@ -30,7 +30,7 @@ def write_checkpoint(
     run: RunOptions,
     progress: Callable[[int], None],
     card: Card,
-    announce: Callable[[str, Path], None] | None = None,
+    announce: Callable[[str, Path], None],
 ) -> RunReport:
     """Carries out the plan of one checkpoint, or of a part of it.
 
@@ -54,7 +54,6 @@ def write_checkpoint(
         resumed = len(folder.finished)
         if resumed:
             _log.info("%d of %d shards are kept from an earlier run", resumed, len(output.shards))
-        announce = announce or _tell_nobody
         filling = Filling(plan, folder, backend, pipeline, announce, run)
         filling.write_shards()
         verification = verification_of(folder) if run.verify else None
@@ -94,12 +93,8 @@ def _log_times(pipeline: Pipeline, verification: VerificationSummary | None) -> 
         _log.info("verified as written: largest relative error %.4f", largest)
 
 
-def ignore(count: int) -> None:
-    """Stands for progress that nobody watches."""
-
-
-def _tell_nobody(name: str, path: Path) -> None:
-    """Stands for `announce` where nobody listens."""
+def ignore(*_: object) -> None:
+    """Stands for progress that nobody watches, shards that nobody waits for, a card for nobody."""
 
 
 def require_apart(source: Path, out: Path) -> None:

@@ -10,7 +10,6 @@ from checkpoints import contents, save_model, tensors_of
 from hub_server import Hub, Repo
 
 import nf4conv
-from nf4conv.commands.writing import describe as describe_plan
 from nf4conv.errors import PlanError
 from nf4conv.models.families import experts_in
 
@@ -96,7 +95,7 @@ def packed_experts(found: Tensors, layer: int) -> list[str]:
 def test_a_mixture_is_packed_and_says_who_reads_it(model_type, tmp_path):
     source = write(tmp_path / "source", model_type)
     plan = nf4conv.plan_quantize(source).made
-    [note] = [note for note in describe_plan(plan).notes if "experts are packed" in note]
+    [note] = [note for note in plan.notes if "experts are packed" in note]
     assert "transformers 5 with nf4conv installed" in note
     assert "--moe portable" in note
     # only a family that has them one by one on disk is known so to other loaders

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 import nf4conv
 from nf4conv.cli import main
 from nf4conv.cli.parameters import Size
-from nf4conv.commands import quantize
+from nf4conv.commands.writing import dry_run
 from nf4conv.options import QuantizeOptions
 from nf4conv.report.text.lines import inspection_lines, plan_lines
 from nf4conv.report.text.progress_bar import ProgressBar, Step
@@ -199,7 +199,7 @@ def test_env_says_who_would_compute():
 
 
 def test_no_line_is_wider_than_the_terminal(source):
-    plan = quantize.dry_run(source, QuantizeOptions())
+    plan = dry_run(source, QuantizeOptions())
     inspection = nf4conv.inspect(source)
     for lines in (plan_lines(plan, 60), inspection_lines(inspection, 60)):
         table = [line for line in lines if line.startswith("model")]

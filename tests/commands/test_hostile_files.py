@@ -13,7 +13,7 @@ from four_bit import write as write_packed
 from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  # noqa: F401
 from safetensors.torch import load_file, save_file
 
-import nf4conv.commands.quantize as commands
+import nf4conv.commands.planning as planning
 
 
 def with_state(**fields: Any) -> dict[str, torch.Tensor]:
@@ -123,7 +123,7 @@ def broken(*_: object) -> None:
 def test_an_error_that_is_not_ours_is_one_line_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(commands, "make_plan", broken)
+    monkeypatch.setattr(planning, "make_plan", broken)
     with pytest.raises(KeyError):
         command("quantize", tmp_path, tmp_path / "out")
     monkeypatch.delenv("NF4CONV_DEBUG")

@@ -35,8 +35,10 @@ def test_a_link_that_leads_out_is_refused_by_name(tmp_path: Path, secret: Path, 
     os.mkfifo(source / "pipe.txt")
     for stray, target in (("notes.txt", secret), ("environment.json", "/proc/self/environ")):
         (source / stray).symlink_to(target)
-        line = refused(command(name, source, tmp_path / "out"))
-        assert line.startswith(f"{source / stray}: a link that leads out of {source}, to ")
+        for option in ("--dry-run", "--quiet"):
+            line = refused(command(name, source, tmp_path / "out", option))
+            assert line.startswith(f"{source / stray}: a link that leads out of {source}, to ")
+            assert not (tmp_path / "out").exists()
         (source / stray).unlink()
     done = command(name, source, tmp_path / "out")
     assert done.exit_code == 0, done.output

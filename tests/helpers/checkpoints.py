@@ -116,6 +116,14 @@ def contents(folder: Path, names: str = "*") -> dict[str, bytes]:
     return found
 
 
+def pushed(out: Path, repo: str) -> dict[str, bytes]:
+    """Returns what a push makes of a folder: there the code of the card names the repository."""
+    found = contents(out)
+    code, _, rest = found["README.md"].partition(b"# runs in the folder of this model")
+    found["README.md"] = code.replace(b'(".", ', f'("{repo}", '.encode()) + rest.partition(b"\n")[2]
+    return found
+
+
 def save_model(folder: Path, tensors: Mapping[str, torch.Tensor], config: object) -> Path:
     """Writes a checkpoint of one file, and its config."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from checkpoints import contents, save_model, write_mixture, write_source
+from checkpoints import pushed, save_model, write_mixture, write_source
 from gguf_files import LLAMA, write_gguf
 from safetensors.torch import load_file
 
@@ -51,14 +51,12 @@ class Scenario:
         prepare: puts into the folder what was there before.
         mark: the file without which no loader takes the folder for a model.
         elsewhere: says what is wrong outside the folder: (the folder, whether all must be there).
-        midway: the files of a whole result that the run changes once more before it ends.
     """
 
     run: Callable[[Path], Any]
     prepare: Callable[[Path], None] = lambda _: None
     mark: str = "config.json"
     elsewhere: Callable[[Path, bool], list[str]] = lambda *_: []
-    midway: dict[str, bytes] | None = None
 
 
 def scenario(name: str, folder: Path) -> Scenario:
@@ -129,9 +127,8 @@ def quantizing_pipeline(folder: Path, source: Path) -> Scenario:
     return Scenario(quantize, mark="model_index.json")
 
 
-def pushing(folder: Path, source: Path) -> Scenario:
-    """Each run that begins anew finds no repository, and pushes to the same one: cards name it."""
-    nf4conv.quantize(source, folder / "not pushed", **OPTIONS, **RUN)
+def pushing(_: Path, source: Path) -> Scenario:
+    """Each run that begins anew finds no repository, and pushes to the same one."""
     server = start_server(source)
 
     def ask(what: str) -> dict[str, str]:
@@ -149,17 +146,16 @@ def pushing(folder: Path, source: Path) -> Scenario:
         nf4conv.quantize(source, out, **OPTIONS, **RUN, **where)
 
     def elsewhere(out: Path, must_be_whole: bool) -> list[str]:
-        pushed = ask("show")
-        pushed.pop(".gitattributes", None)
-        if not pushed and not must_be_whole:
+        found = ask("show")
+        found.pop(".gitattributes", None)
+        if not found and not must_be_whole:
             return []
-        made = contents(out).items()
+        made = pushed(out, "me/made").items()
         sums = {name: hashlib.sha256(content).hexdigest() for name, content in made}
         sums = {name: digest for name, digest in sums.items() if ".nf4conv/" not in name}
-        return [] if pushed == sums else [f"pushed: {sorted(pushed)}"]
+        return [] if found == sums else [f"pushed: {sorted(found)}"]
 
-    midway = contents(folder / "not pushed")
-    return Scenario(push, prepare, elsewhere=elsewhere, midway=midway)
+    return Scenario(push, prepare, elsewhere=elsewhere)
 
 
 def calibrating(folder: Path, _: Path) -> Scenario:

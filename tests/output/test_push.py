@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents
+from checkpoints import pushed
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 from huggingface_hub import constants
@@ -52,10 +52,10 @@ def push(
 def test_what_is_pushed_is_the_folder(hub: Hub, source: Path, tmp_path: Path):
     report = push(source, tmp_path / "out")
     repo = hub.repos[REPO]
-    pushed = dict(repo.files)
-    del pushed[".gitattributes"]
-    assert pushed == contents(tmp_path / "out")
-    assert len([name for name in pushed if name.endswith(".safetensors")]) > 3
+    files = dict(repo.files)
+    del files[".gitattributes"]
+    assert files == pushed(tmp_path / "out", REPO)
+    assert len([name for name in files if name.endswith(".safetensors")]) > 3
     assert repo.private
     assert report.pushed == f"{hub.url}/{REPO}/commit/{repo.head}"
     assert len(repo.commits) == 2, "the empty repository, and the model"
@@ -165,7 +165,7 @@ def test_a_passing_fault_changes_nothing(
     hub.faults = [fault]
     push(source, tmp_path / "out")
     assert fault.times == 0
-    assert contents(tmp_path / "out").items() <= hub.repos[REPO].files.items()
+    assert pushed(tmp_path / "out", REPO).items() <= hub.repos[REPO].files.items()
 
 
 @pytest.mark.parametrize("step", ["POST .*/preupload/", "POST .*/commit/"])

@@ -10,7 +10,7 @@ from inputs import SOURCES
 from safetensors import safe_open
 
 import nf4conv
-from nf4conv.commands.dequantize import make_plan
+from nf4conv.commands.planning import make_plan
 from nf4conv.format.layout import QUANT_STATE_PREFIX
 from nf4conv.options import DequantizeOptions
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import nf4conv
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.commands.dequantize import make_plan
+from nf4conv.commands.planning import make_plan
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, RunOptions
 from nf4conv.plan.jobs import Plan

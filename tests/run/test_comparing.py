@@ -76,6 +76,14 @@ def test_a_cast_that_rounds(tmp_path):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_integers_that_are_neighbours_in_float64_differ(tmp_path, dtype):
+    a, b = ({"x": torch.tensor([2**53 + one, 5], dtype=dtype)} for one in (0, 1))
+    found = compared(plain(tmp_path / "a", a), plain(tmp_path / "b", b), **CPU)
+    assert (found.differences["x"].differing, found.differences["x"].largest) == (1, 1.0)
+    assert 0 < found.error("x") < 1e-15
+
+
 def test_nan_equals_nan_and_infinity_itself(tmp_path):
     a = {"x": torch.tensor([math.nan, math.inf, -math.inf, 1.0, 0.0])}
     same = {"x": a["x"].double()}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nf4conv
-from nf4conv.commands.dequantize import make_plan
+from nf4conv.commands.planning import make_plan
 from nf4conv.errors import Nf4convError, SourceError
 from nf4conv.options import DequantizeOptions
 

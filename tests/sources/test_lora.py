@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import nf4conv
-from nf4conv.commands.dequantize import make_plan
+from nf4conv.commands.planning import make_plan
 from nf4conv.errors import Nf4convError, OutputError, PlanError, SourceError
 from nf4conv.options import DequantizeOptions
 

@@ -13,7 +13,7 @@ from packed_experts import make_mixture, pack_as_unsloth_does_gpt_oss, pack_one_
 from peft import LoraConfig, get_peft_model
 
 import nf4conv
-from nf4conv.commands.dequantize import make_plan
+from nf4conv.commands.planning import make_plan
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions
 
