@@ -4,8 +4,9 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from nf4conv.check.relation import Relation
 from nf4conv.check.structure import Structure
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts import Experts
@@ -28,46 +29,43 @@ _BUFFERS: Final = re.compile(
 """Tensors that are computed at load time. transformers leaves them out of what it saves."""
 
 
-class PackedPair(NamedTuple):
-    """Matches a packed weight with what it was made from."""
-
-    weight: Bitsandbytes4bit
-    job: PackJob  # how to read what it was made from, and to pack that again
-
-
-class TensorPair(NamedTuple):
-    """Matches a tensor of the source with that of its name; encoded ones are compared decoded."""
-
-    original: TensorInfo
-    tensor: TensorInfo
-
-
 @dataclass(frozen=True)
-class Pairs:
-    """Lists what is to be compared with what.
+class Comparison:
+    """A checkpoint whose headers have been looked at, and what is to be compared with what.
 
     Attributes:
-        weights: packed weights, with what they are packed from.
-        copies: tensors that are not packed, with those of the source.
+        structure: the checkpoint, with what is wrong with it so far. Faults of values are added.
+        relation: how it says that it was made.
+        source: the checkpoint that it is compared with. None if that was not given.
+        weights: packed weights, each with how to read what it was made from, and to pack it again.
+        copies: tensors of the source, each with that of its name, which is not packed. Encoded ones
+            are compared decoded.
         alone: tensors in floats for which there is no source. They are only to be finite.
-        alike: tensors of a checkpoint that does not say how it was made, with those of the source.
+        alike: as `copies`, of a checkpoint that does not say how it was made.
     """
 
-    weights: Sequence[PackedPair] = ()
-    copies: Sequence[TensorPair] = ()
+    structure: Structure
+    relation: Relation
+    source: Source | None = None
+    weights: Sequence[tuple[Bitsandbytes4bit, PackJob]] = ()
+    copies: Sequence[tuple[TensorInfo, TensorInfo]] = ()
     alone: Sequence[TensorInfo] = ()
-    alike: Sequence[TensorPair] = ()
+    alike: Sequence[tuple[TensorInfo, TensorInfo]] = ()
+
+    @property
+    def bytes_to_read(self) -> int:
+        """The bytes of all scales, and with a source those of everything that is compared."""
+        count = 0
+        for weight in self.structure.weights.values():
+            count += weight.nbytes - weight.values.nbytes
+        for weight, job in self.weights:
+            count += weight.nbytes + job.source_bytes
+        for original, tensor in (*self.copies, *self.alike):
+            count += original.nbytes + tensor.nbytes
+        return count + sum(tensor.nbytes for tensor in self.alone)
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """Tells what a weight was packed from."""
-
-    tensor: TensorInfo  # of the source
-    matrix: PackedMatrix  # the part of it that became the weight
-
-
-def pair(structure: Structure, source: Source) -> Pairs:
+def pair(structure: Structure, source: Source) -> Comparison:
     """Finds the counterpart of every tensor of a 4-bit checkpoint; notes those without one."""
     singles = map(single_expert, structure.weights)
     if any(single is not None and single.is_of_unsloth for single in singles):
@@ -81,15 +79,15 @@ def pair(structure: Structure, source: Source) -> Pairs:
     copies = tuple(_pair_copies(structure, by_name))
     total = len(structure.weights) + len(structure.plain)
     if note_foreign(structure, source, len(weights) + len(copies), total):
-        return Pairs()
-    used = {*structure.weights, *structure.plain, *(found.job.source.name for found in weights)}
+        return Comparison(structure, Relation.QUANTIZED, source)
+    used = {*structure.weights, *structure.plain, *(job.source.name for _, job in weights)}
     for tensor in originals:
         if tensor.name not in used:
             note_missing(structure, tensor, source)
-    return Pairs(weights, copies)
+    return Comparison(structure, Relation.QUANTIZED, source, weights, copies)
 
 
-def pair_decoded(structure: Structure, plan: WritingPlan) -> Pairs:
+def pair_decoded(structure: Structure, plan: WritingPlan) -> Comparison:
     """Finds what each tensor of a decoded checkpoint is decoded or copied from, and notes those
     that are not as planned.
     """
@@ -112,13 +110,13 @@ def pair_decoded(structure: Structure, plan: WritingPlan) -> Pairs:
             )
             structure.note("copies", found.file, job.name, text)
         else:
-            copies.append(TensorPair(job.source, found))
+            copies.append((job.source, found))
     if note_foreign(structure, plan.source, in_shape, len(structure.tensors)):
-        return Pairs()
+        return Comparison(structure, Relation.DECODED, plan.source)
     for name, tensor in structure.tensors.items():
         if name not in planned:
             structure.note("names", tensor.file, name, "is not in the source")
-    return Pairs(copies=tuple(copies))
+    return Comparison(structure, Relation.DECODED, plan.source, copies=copies)
 
 
 def note_foreign(structure: Structure, source: Source, paired: int, total: int) -> bool:
@@ -152,23 +150,24 @@ def note_missing(structure: Structure, tensor: TensorInfo, source: Source) -> No
 
 def _pair_weights(
     structure: Structure, source: Source, by_name: Mapping[str, TensorInfo]
-) -> Iterator[PackedPair]:
+) -> Iterator[tuple[Bitsandbytes4bit, PackJob]]:
     config = source.config or {}
     stacks = Experts.gather(source.tensors, config)
-    experts: dict[str, _Origin] = {}
+    experts: dict[str, tuple[TensorInfo, PackedMatrix]] = {}
     for name in stacks.stacks:
         tensor = stacks.tensors[name]
         for matrix in stacks.matrices_of(tensor):
-            experts[matrix.name] = _Origin(tensor, matrix)
+            experts[matrix.name] = tensor, matrix
 
     for weight in structure.weights.values():
         found = by_name.get(weight.values.name)
-        if found is None:
-            origin = experts.get(weight.values.name)
-            found = None if origin is None else origin.tensor
-        else:
+        origin = None
+        if found is not None:
             origin = _origin_in(found, weight, config)
-        if origin is None or math.prod(origin.matrix.shape) != weight.elements:
+        elif weight.values.name in experts:
+            origin = experts[weight.values.name]
+            found = origin[0]
+        if origin is None or math.prod(origin[1].shape) != weight.elements:
             text = "is not in the source"
             if found is not None:
                 text = (
@@ -177,35 +176,37 @@ def _pair_weights(
                 )
             structure.note("names", weight.values.file, weight.values.name, text)
             continue
-        job = PackJob(origin.tensor, origin.matrix, "stored in 4 bits", weight.format)
-        yield PackedPair(weight, job)
+        yield weight, PackJob(*origin, "stored in 4 bits", weight.format)
 
 
 def _origin_in(
     tensor: TensorInfo, weight: Bitsandbytes4bit, config: Mapping[str, Any]
-) -> _Origin | None:
-    """Returns how a weight was packed from the tensor of its name; None if it cannot have been."""
-    shape = weight.shape
+) -> tuple[TensorInfo, PackedMatrix] | None:
+    """Returns what a weight was packed from, given the tensor of its name; None if it cannot have
+    been.
+    """
+    name, shape = weight.values.name, weight.shape
     if tensor.dtype not in FLOAT_TAGS:
         return None
-    if len(shape) == 2 and is_transposed(module_of(weight.values.name), families_of(config)):
+    if len(shape) == 2 and is_transposed(module_of(name), families_of(config)):
         rows, columns = shape
         if tensor.shape != (columns, rows):
             return None
-        return _Origin(tensor, PackedMatrix(weight.values.name, (rows, columns), transpose=True))
+        return tensor, PackedMatrix(name, (rows, columns), transpose=True)
     if tensor.shape != shape:
         return None
     if len(shape) == 2:
-        rows, columns = shape
-        return _Origin(tensor, PackedMatrix(weight.values.name, (rows, columns)))
+        return tensor, PackedMatrix(name, shape)
     # blocks run over the flat order, whatever the shape
-    matrix = PackedMatrix(weight.values.name, (1, tensor.elements))
+    matrix = PackedMatrix(name, (1, tensor.elements))
     if tensor.encoding is None:
         tensor = tensor._replace(shape=matrix.shape)
-    return _Origin(tensor, matrix)
+    return tensor, matrix
 
 
-def _pair_copies(structure: Structure, by_name: Mapping[str, TensorInfo]) -> Iterator[TensorPair]:
+def _pair_copies(
+    structure: Structure, by_name: Mapping[str, TensorInfo]
+) -> Iterator[tuple[TensorInfo, TensorInfo]]:
     for tensor in structure.plain.values():
         found = by_name.get(tensor.name)
         if found is None:
@@ -220,13 +221,13 @@ def _pair_copies(structure: Structure, by_name: Mapping[str, TensorInfo]) -> Ite
             )
             structure.note("copies", tensor.file, tensor.name, text)
         else:
-            yield TensorPair(found, tensor)
+            yield found, tensor
 
 
 # --- two checkpoints, neither of which says how it was made from the other ---------------------
 
 
-def pair_alike(structure: Structure, out: Source, source: Source) -> Pairs:
+def pair_alike(structure: Structure, out: Source, source: Source) -> Comparison:
     """Matches all tensors by name, and notes those that cannot be compared."""
     originals = _by_name(source, out)
     tensors = _by_name(out, source)
@@ -239,14 +240,13 @@ def pair_alike(structure: Structure, out: Source, source: Source) -> Pairs:
             text = f"is {list(tensor.shape)}, but the source has {list(original.shape)}"
             structure.note("names", tensor.file, name, text)
         else:
-            decoded = _decoded_for(original, tensor), _decoded_for(tensor, original)
-            pairs.append(TensorPair(*decoded))
+            pairs.append((_decoded_for(original, tensor), _decoded_for(tensor, original)))
     for name, tensor in tensors.items():
         if name not in originals:
             structure.note("names", tensor.file, name, "is not in the source")
     if note_foreign(structure, source, len(pairs), len(tensors)):
-        return Pairs()
-    return Pairs(alike=tuple(pairs))
+        pairs = []
+    return Comparison(structure, Relation.NONE, source, alike=pairs)
 
 
 def _by_name(source: Source, other: Source) -> dict[str, TensorInfo]:

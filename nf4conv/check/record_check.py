@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from nf4conv.check.pairing import Pairs
+from nf4conv.check.pairing import Comparison
 from nf4conv.check.structure import Structure
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, is_in_4_bits
@@ -86,17 +86,18 @@ def _wrong_counts(structure: Structure, record: Mapping[str, Any]) -> Iterator[s
         yield f"not_packed is {claimed!r:.100}, but {dict(sorted(stored.items()))} are there"
 
 
-def check_calibrated(structure: Structure, pairs: Pairs, workers: int) -> None:
+def check_calibrated(pairs: Comparison, workers: int) -> None:
     """Notes calibrated weights that are not what was written, or of which nothing is known.
 
     No second rounding gives the same bytes: they depend on text, device and versions. So the record
     holds a SHA-256 for each block, of what decodes its weights in their order. Such as the source
     has in 4 bits are compared byte by byte, and need no proof.
     """
+    structure = pairs.structure
     unproved = set()
-    for pair in pairs.weights:
-        if pair.weight.format.scales == "calibrated" and not is_in_4_bits(pair.job.source):
-            unproved.add(pair.weight.values.name)
+    for weight, job in pairs.weights:
+        if weight.format.scales == "calibrated" and not is_in_4_bits(job.source):
+            unproved.add(job.name)
     if not unproved:
         return
     blocks = []

@@ -7,7 +7,7 @@ are recognised and named.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,10 @@ class Finding:
     tensor: str
     text: str
     is_fault: bool = True
+
+    def inside(self, submodel: str) -> "Finding":
+        """Puts the submodel of a diffusers pipeline, if it is one, before the name of the file."""
+        return replace(self, file=f"{submodel}/{self.file}") if submodel else self
 
     def line(self) -> str:
         """Returns the finding as one line."""

@@ -59,9 +59,9 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
         rows, structure = _look_into(source)
         before = f"{submodel}/" if submodel else ""
         files += [f"{before}{file.name}" for file in source.files]
-        tensors += [row.inside(submodel) for row in rows] if submodel else rows
-        for found in sorted(structure.findings, key=lambda one: not one.is_fault):
-            findings += [replace(found, file=f"{before}{found.file}")]
+        tensors += [row.inside(submodel) for row in rows]
+        found = sorted(structure.findings, key=lambda one: not one.is_fault)
+        findings += [finding.inside(submodel) for finding in found]
     totals = total_of(tensors)
     is_pipeline = "" not in sources  # its submodels have several types, and experts of their own
     return Inspection(

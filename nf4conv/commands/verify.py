@@ -10,8 +10,7 @@ nothing    every value is compared, and the user says which difference passes
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -24,7 +23,7 @@ from nf4conv.check.model_config import (
     check_planned_config,
     is_ours,
 )
-from nf4conv.check.pairing import Pairs, pair, pair_alike, pair_decoded
+from nf4conv.check.pairing import Comparison, pair, pair_alike, pair_decoded
 from nf4conv.check.record_check import (
     check_calibrated,
     check_origin,
@@ -39,7 +38,7 @@ from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions, SourceOptions, VerifyOptions
 from nf4conv.plan import dequantization
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.measured import join_reports, verification_report
+from nf4conv.report.measured import verification_report
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.run.checkpoint import ignore
@@ -51,40 +50,6 @@ from nf4conv.sources.source import Source
 from nf4conv.system.machine import usable_cores
 
 _log: Final = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class VerificationPlan:
-    """A checkpoint whose headers have been looked at.
-
-    Attributes:
-        path: the checkpoint, as it was given.
-        options: what was asked for.
-        structure: the checkpoint, with what is wrong with it so far. Faults of values are added.
-        relation: how it says that it was made.
-        source: the checkpoint that it is compared with. None if that was not given.
-        pairs: the tensors to compare with those of the source. Empty without a source.
-    """
-
-    path: Path
-    options: VerifyOptions
-    structure: Structure
-    relation: Relation
-    source: Source | None = None
-    pairs: Pairs = field(default_factory=Pairs)
-
-    @property
-    def bytes_to_read(self) -> int:
-        """The bytes of all scales, and with a source those of everything that is compared."""
-        count = 0
-        for weight in self.structure.weights.values():
-            count += weight.nbytes - weight.values.nbytes
-        for weight, job in self.pairs.weights:
-            count += weight.nbytes + job.source_bytes
-        for original, tensor in (*self.pairs.copies, *self.pairs.alike):
-            count += original.nbytes + tensor.nbytes
-        count += sum(tensor.nbytes for tensor in self.pairs.alone)
-        return count
 
 
 @after_one_place(VerifyOptions)
@@ -109,24 +74,19 @@ def verify(path: str | Path, options: VerifyOptions) -> VerifyReport:
     started = time.perf_counter()
     if options.source is None and (options.exact or options.lora or options.tolerance is not None):
         raise PlanError("--exact, --lora and --tolerance compare with the source: give --source")
-    place = Path(path)
     around: Sequence[Finding] = ()
     try:
-        plans = {"": plan_checkpoint(place, options)}
+        compared = {"": plan_checkpoint(Path(path), options)}
     except DiffusersFolderError:
-        plans, around = _plan_pipeline(open_diffusers(path), options)
-    work = sum(plan.bytes_to_read for plan in plans.values())
+        compared, around = _plan_pipeline(open_diffusers(path), options)
+    work = sum(one.bytes_to_read for one in compared.values())
     planned = time.perf_counter()
     _log.info("checked headers and config in %.1f s; %s to read", planned - started, size(work))
     begin(options.progress, [Step("verifying", work)])
-    reports = {name: _verify_values(plan) for name, plan in plans.items()}
-    if "" in reports:
-        return reports[""]
-    source = None if options.source is None else str(options.source)
-    return join_reports(str(place), source, reports, around, planned)
+    return _verify_values(str(path), options, compared, around)
 
 
-def plan_checkpoint(path: Path, options: VerifyOptions) -> VerificationPlan:
+def plan_checkpoint(path: Path, options: VerifyOptions) -> Comparison:
     """Looks at the headers of one checkpoint, and finds what to compare, without importing torch.
 
     Raises:
@@ -136,7 +96,7 @@ def plan_checkpoint(path: Path, options: VerifyOptions) -> VerificationPlan:
     structure.exact = options.exact
     relation = relation_of(structure)
     if options.source is None:
-        return _plan_alone(path, structure, relation, options)
+        return _plan_alone(path, structure, relation)
     where = narrowed(options, SourceOptions)
     decode = partial(dequantization.plan_checkpoint, options.source, where=where)
     return _plan_beside(path, structure, relation, options, str(options.source), where, decode)
@@ -156,9 +116,7 @@ def _look_at(place: Path, *, has_source: bool) -> Structure:
     return read_structure(place)
 
 
-def _plan_alone(
-    path: Path, structure: Structure, relation: Relation, options: VerifyOptions
-) -> VerificationPlan:
+def _plan_alone(path: Path, structure: Structure, relation: Relation) -> Comparison:
     """Plans to look at a checkpoint without its source.
 
     Raises:
@@ -175,13 +133,12 @@ def _plan_alone(
         check_config(structure)
         if not structure.weights and not any(found.is_fault for found in structure.findings):
             structure.note("components", "", "", f"{path}: has no weight in 4 bits")
-        return VerificationPlan(path, options, structure, relation)
+        return Comparison(structure, relation)
     check_plain_config(structure)
     text = "no value was compared; give --source to decode it again and to compare every bit"
     structure.note("copies", "", "", text, is_fault=False)
     floats = [tensor for tensor in structure.tensors.values() if tensor.dtype in FLOAT_TAGS]
-    pairs = Pairs(alone=tuple(floats))
-    return VerificationPlan(path, options, structure, relation, pairs=pairs)
+    return Comparison(structure, relation, alone=floats)
 
 
 def _plan_beside(
@@ -192,7 +149,7 @@ def _plan_beside(
     place: str,
     where: SourceOptions,
     decode: Callable[[DequantizeOptions], WritingPlan],
-) -> VerificationPlan:
+) -> Comparison:
     """Plans to compare a checkpoint with its source, by how it says that it was made.
 
     The source is `where` at a place; `decode` plans to decode it.
@@ -201,10 +158,9 @@ def _plan_beside(
         if structure.record is None:
             check_record(structure)
         source = open_merged(place, where, options.lora)
-        pairs = pair_alike(structure, open_source(path), source)
-        return VerificationPlan(path, options, structure, relation, source, pairs)
+        return pair_alike(structure, open_source(path), source)
     if relation is Relation.QUANTIZED:
-        return _plan_quantized(path, structure, _open(structure, place, where, options), options)
+        return _plan_quantized(path, structure, _open(structure, place, where, options))
     check_record(structure)
     check_plain_config(structure)
     plan = decode(decoding_options(structure, options))
@@ -213,12 +169,10 @@ def _plan_beside(
         check_planned_config(structure, plan.config)
         check_copied_files(structure, plan.source)
     check_origin(structure, plan.source)
-    return VerificationPlan(path, options, structure, relation, plan.source, pairs)
+    return pairs
 
 
-def _plan_quantized(
-    path: Path, structure: Structure, source: Source, options: VerifyOptions
-) -> VerificationPlan:
+def _plan_quantized(path: Path, structure: Structure, source: Source) -> Comparison:
     """Plans to compare a checkpoint with what quantizing its source gives."""
     check_record(structure)
     # a submodel without packed weights is copied as it is: its config says nothing about them
@@ -229,7 +183,7 @@ def _plan_quantized(
         check_model_config(structure, source)
         check_copied_files(structure, source)
     check_origin(structure, source)
-    return VerificationPlan(path, options, structure, Relation.QUANTIZED, source, pairs)
+    return pairs
 
 
 def _open(structure: Structure, place: str, where: SourceOptions, options: VerifyOptions) -> Source:
@@ -252,12 +206,12 @@ def verify_result(path: Path, source: Source, options: VerifyOptions) -> VerifyR
     """Verifies one checkpoint against a source that is open, with its adapters merged."""
     structure = read_structure(path)
     structure.exact = True
-    return _verify_values(_plan_quantized(path, structure, source, options))
+    return _verify_values(str(path), options, {"": _plan_quantized(path, structure, source)})
 
 
 def _plan_pipeline(
     folder: DiffusersFolder, options: VerifyOptions
-) -> tuple[dict[str, VerificationPlan], Sequence[Finding]]:
+) -> tuple[dict[str, Comparison], Sequence[Finding]]:
     """Plans the verification of each submodel of a pipeline, and checks the files beside them.
 
     Returns the plans by submodel, and what is wrong with the files.
@@ -292,9 +246,9 @@ def _plan_pipeline(
                 submodel, structure, relation, options, origin.place, where, decode
             )
         elif relation is Relation.QUANTIZED and not structure.weights:
-            submodels[name] = VerificationPlan(submodel, options, structure, relation)
+            submodels[name] = Comparison(structure, relation)
         else:
-            submodels[name] = _plan_alone(submodel, structure, relation, options)
+            submodels[name] = _plan_alone(submodel, structure, relation)
     if origin is not None and not are_alike:
         ours = any(is_ours(structure) for structure in structures.values())
         check_model_index(around, origin.index, is_ours=ours)
@@ -303,20 +257,19 @@ def _plan_pipeline(
     return submodels, around.findings
 
 
-def _verify_values(plan: VerificationPlan) -> VerifyReport:
-    """Verifies the values of one checkpoint, and reports everything that is wrong with it."""
+def _verify_values(
+    path: str,
+    options: VerifyOptions,
+    compared: Mapping[str, Comparison],
+    around: Sequence[Finding] = (),
+) -> VerifyReport:
+    """Verifies the values of a checkpoint, or of submodels by name, and reports all that is wrong.
+
+    `around` is what is wrong with the files beside the submodels.
+    """
     started = time.perf_counter()
-    options = plan.options
-    progress = options.progress or ignore
-    measured = verify_values(plan.structure.weights, plan.pairs, options, progress, plan.source)
-    check_calibrated(plan.structure, plan.pairs, options.workers or len(usable_cores()))
-    source = None if plan.source is None else str(plan.source.folder)
-    return verification_report(
-        str(plan.path),
-        source,
-        options,
-        plan.structure,
-        measured,
-        relation=plan.relation,
-        started=started,
-    )
+    measured = []
+    for one in compared.values():
+        measured.append(verify_values(one, options, options.progress or ignore))
+        check_calibrated(one, options.workers or len(usable_cores()))
+    return verification_report(path, options, compared, measured, around, started)

@@ -166,6 +166,7 @@ def _verify_again(plan: WritingPlan, out: Path, options: WritingOptions) -> None
     from nf4conv.commands.verify import verify_result  # few runs need to import it
 
     required = VerifyOptions(
+        source=str(plan.source),
         tolerance=options.tolerance,
         device=options.device,
         workers=options.workers,

@@ -157,7 +157,9 @@ class TensorRow:
         return self.error is not None and not self.error <= (self.tolerance or 0.0)
 
     def inside(self, submodel: str) -> "TensorRow":
-        """Puts the submodel of a diffusers pipeline before the names of tensor and file."""
+        """Puts the submodel of a diffusers pipeline, if it is one, before both names."""
+        if not submodel:
+            return self
         return replace(self, name=f"{submodel}/{self.name}", file=f"{submodel}/{self.file}")
 
 

@@ -7,11 +7,12 @@ first.
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from nf4conv.check.pairing import Comparison
 from nf4conv.check.relation import Relation
 from nf4conv.check.structure import Finding, Structure
 from nf4conv.options import VerifyOptions
@@ -219,41 +220,58 @@ class Measured:
 
 def verification_report(
     path: str,
-    source: str | None,
     options: VerifyOptions,
-    structure: Structure,
-    measured: Measured,
-    *,
-    relation: Relation,
+    compared: Mapping[str, Comparison],
+    measured: Sequence[Measured],
+    around: Sequence[Finding],
     started: float,
 ) -> VerifyReport:
-    """Composes the report of one checkpoint, given the name of its source if there is one.
+    """Composes the report of a checkpoint, whose name in `compared` is empty, or of a diffusers
+    pipeline, where names of tensors and files begin with the submodel.
 
-    `structure` has what is wrong with headers, small tensors and config; the faults of values are
-    added to it. `started` is `time.perf_counter()` when the verification began.
+    What is wrong with headers, small tensors and config has been noted; the faults of values are
+    added. `around` holds the faults of the files beside the submodels. `started` is
+    `time.perf_counter()` when the verification began.
     """
-    if relation is Relation.NONE:
-        _note_differences(structure, measured.copies, 0.0 if options.exact else options.tolerance)
-    else:
-        _note_faults(structure, measured, options, source)
+    findings = [*around]
+    weights: list[TensorRow] = []
+    tensors: list[TensorRow] = []
+    stored: list[Bitsandbytes4bit | TensorInfo] = []
+    ran: set[str] = set()
+    for (submodel, one), found in zip(compared.items(), measured, strict=True):
+        structure = one.structure
+        if one.relation is Relation.NONE:
+            tolerance = 0.0 if options.exact else options.tolerance
+            _note_differences(structure, found.copies, tolerance)
+        else:
+            _note_faults(structure, found, options)
+        ran |= _ran(one, options)
+        findings += [finding.inside(submodel) for finding in structure.findings]
+        weights += [result.row(options).inside(submodel) for result in found.weights.values()]
+        tensors += [copy.row().inside(submodel) for copy in found.copies.values()]
+        stored += [*structure.weights.values(), *structure.plain.values()]
     order = list(CHECKS)
-    findings = tuple(sorted(structure.findings, key=lambda finding: order.index(finding.check)))
-    rows = tuple(result.row(options) for result in measured.weights.values())
-    stored: list[Bitsandbytes4bit | TensorInfo] = [*structure.weights.values()]
-    stored += structure.plain.values()
+    findings.sort(key=lambda finding: order.index(finding.check))
+    failed = {finding.check for finding in findings if finding.is_fault}
+    relations = [one.relation for one in compared.values()]
+    relation = relations[0]
+    if weights:
+        relation = Relation.QUANTIZED
+    elif Relation.DECODED in relations:
+        relation = Relation.DECODED
     return VerifyReport(
         path=path,
-        source=source,
-        checks=_outcomes(_ran(source, options, structure, relation), findings),
-        findings=findings,
-        made=structure.record,
-        weights=rows,
-        tensors=tuple(copy.row() for copy in measured.copies.values()),
+        source=None if options.source is None else str(options.source),
+        checks={name: name not in failed for name in order if name in ran | failed},
+        findings=tuple(findings),
+        made=next(iter(compared.values())).structure.record,
+        weights=tuple(weights),
+        tensors=tuple(tensors),
         relation=str(relation),
         bytes=sum(one.nbytes for one in stored),
         parameters=sum(one.elements for one in stored),
         options=replace(options, token=None, progress=None),
-        device=measured.device,
+        device=measured[0].device,
         seconds=time.perf_counter() - started,
     )
 
@@ -268,13 +286,12 @@ def _note_differences(
             structure.note("values", result.b.file, result.b.name, result.text, is_fault=is_fault)
 
 
-def _note_faults(
-    structure: Structure, measured: Measured, options: VerifyOptions, source: str | None
-) -> None:
+def _note_faults(structure: Structure, measured: Measured, options: VerifyOptions) -> None:
     """Adds what is wrong with values to the findings."""
     foreign = _what_is_foreign(measured)
     if foreign:
-        structure.note("source", "", "", f"{source} is not what this was made from: {foreign}")
+        text = f"{options.source} is not what this was made from: {foreign}"
+        structure.note("source", "", "", text)
         return
     for result in measured.weights.values():
         for check, text in result.faults(options):
@@ -303,67 +320,18 @@ def _what_is_foreign(measured: Measured) -> str:
     return ""
 
 
-def _ran(
-    source: str | None, options: VerifyOptions, structure: Structure, relation: Relation
-) -> set[str]:
+def _ran(compared: Comparison, options: VerifyOptions) -> set[str]:
     """Returns the names of the checks that were made: those for which everything is there."""
-    is_made = relation is not Relation.NONE
+    structure, relation = compared.structure, compared.relation
     weights = structure.weights.values()
     there = {
-        "made": is_made,  # it says how it was made
+        "made": relation is not Relation.NONE,  # it says how it was made
         "weights": relation is Relation.QUANTIZED,
-        "source": source is not None,
-        "alone": relation is Relation.DECODED and source is None,
-        "alike": not is_made,
+        "source": compared.source is not None,
+        "alone": relation is Relation.DECODED and compared.source is None,
+        "alike": relation is Relation.NONE,
         "record": structure.record is not None,
         "calibrated": any(weight.format.scales == "calibrated" for weight in weights),
         "exact": options.exact,
     }
     return {name for name, needs in CHECKS.items() if all(there[need] for need in needs.split())}
-
-
-def _outcomes(ran: Collection[str], findings: Iterable[Finding]) -> dict[str, bool]:
-    """Returns whether each check passed that ran, or that found a fault all the same."""
-    failed = {finding.check for finding in findings if finding.is_fault}
-    return {name: name not in failed for name in CHECKS if name in ran or name in failed}
-
-
-def join_reports(
-    path: str,
-    source: str | None,
-    reports: Mapping[str, VerifyReport],
-    around: Sequence[Finding],
-    started: float,
-) -> VerifyReport:
-    """Joins the reports of a diffusers pipeline into one, whose names begin with the submodel.
-
-    The first submodel tells how all were made, and with which options. `around` holds the faults of
-    the files beside the submodels.
-    """
-    first = next(iter(reports.values()))
-    findings: list[Finding] = [*around]
-    weights: list[TensorRow] = []
-    tensors: list[TensorRow] = []
-    for submodel, report in reports.items():
-        findings += [replace(one, file=f"{submodel}/{one.file}") for one in report.findings]
-        weights += [row.inside(submodel) for row in report.weights]
-        tensors += [row.inside(submodel) for row in report.tensors]
-    relation = first.relation
-    if weights:
-        relation = "quantized"
-    elif any(report.relation == "decoded" for report in reports.values()):
-        relation = "decoded"
-    ran = {name for report in reports.values() for name in report.checks}
-    return replace(
-        first,
-        path=path,
-        source=source,
-        checks=_outcomes(ran, findings),
-        findings=tuple(findings),
-        weights=tuple(weights),
-        tensors=tuple(tensors),
-        relation=relation,
-        bytes=sum(report.bytes for report in reports.values()),
-        parameters=sum(report.parameters for report in reports.values()),
-        seconds=time.perf_counter() - started,
-    )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from nf4conv.check.pairing import TensorPair
 from nf4conv.options import MachineOptions
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.choice import open_torch, require_device
@@ -22,7 +21,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 def compare(
-    pairs: Sequence[TensorPair],
+    pairs: Sequence[tuple[TensorInfo, TensorInfo]],
     run: MachineOptions,
     progress: Callable[[int], None],
     reader: Reader,

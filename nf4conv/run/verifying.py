@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 from typing import Final
 
-from nf4conv.check.pairing import Pairs
+from nf4conv.check.pairing import Comparison
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import PackJob
 from nf4conv.report.measured import Measured, TensorDifference, WeightResult
@@ -18,19 +18,14 @@ from nf4conv.run.tasks.prove import Proof, checkpoint_proof, is_kept, prove_kept
 from nf4conv.run.tasks.scan import count_improper_scales, count_not_finite
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
-from nf4conv.sources.source import Source
 
 _log: Final = logging.getLogger(__name__)
 
 
 def verify_values(
-    weights: Mapping[str, Bitsandbytes4bit],
-    pairs: Pairs,
-    run: MachineOptions,
-    progress: Callable[[int], None],
-    source: Source | None = None,
+    pairs: Comparison, run: MachineOptions, progress: Callable[[int], None]
 ) -> Measured:
-    """Looks at the values of a checkpoint: of its packed weights by name, and as the pairs say.
+    """Looks at the values of a checkpoint: of its packed weights, and as the pairs say.
 
     What comes out the same when it is made once more is right. Of all other tensors torch says how
     they differ. `progress` is told how many more bytes have been read, from any thread.
@@ -38,24 +33,20 @@ def verify_values(
     if pairs.alone:
         device, not_finite = count_not_finite(pairs.alone, run, progress)
         return Measured(device, {}, {}, not_finite)
-    with open_reader(source) as reader:
+    with open_reader(pairs.source) as reader:
         if pairs.alike:
             device, copies = compare(pairs.alike, run, progress, reader)
             return Measured(device, {}, copies)
-        return _prove(weights, pairs, run, progress, reader)
+        return _prove(pairs, run, progress, reader)
 
 
 def _prove(
-    weights: Mapping[str, Bitsandbytes4bit],
-    pairs: Pairs,
-    run: MachineOptions,
-    progress: Callable[[int], None],
-    reader: Reader,
+    pairs: Comparison, run: MachineOptions, progress: Callable[[int], None], reader: Reader
 ) -> Measured:
     """Makes once more what the pairs say, and diagnoses what does not come out the same. Of weights
     without a source, only scales are looked at.
     """
-    results = {name: WeightResult(weight) for name, weight in weights.items()}
+    results = {name: WeightResult(one) for name, one in pairs.structure.weights.items()}
     copies = {tensor.name: TensorDifference(original, tensor) for original, tensor in pairs.copies}
     unlike = dict(copies)
     device = "cpu"
@@ -81,7 +72,7 @@ def _prove(
 
 def _made_anew(
     results: dict[str, WeightResult],
-    pairs: Pairs,
+    pairs: Comparison,
     run: MachineOptions,
     progress: Callable[[int], None],
     reader: Reader,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from nf4conv.check.pairing import Pairs
+from nf4conv.check.pairing import Comparison
 from nf4conv.format.layout import Format
 from nf4conv.plan.arrange import place
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
@@ -121,7 +121,7 @@ class Proof:
         return found
 
 
-def checkpoint_proof(pairs: Pairs, reader: Reader, advance: Callable[[int], None]) -> Proof:
+def checkpoint_proof(pairs: Comparison, reader: Reader, advance: Callable[[int], None]) -> Proof:
     """Returns the proof of a checkpoint; `advance` is told how many stored bytes have been read.
 
     Left out are weights that its source has in the same format, those that are not laid out as
