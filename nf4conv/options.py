@@ -168,7 +168,7 @@ class QuantizeOptions(PushOptions, RunOptions):
         group="Which weights",
         unset="packed if they are most of the model and nothing is pushed",
     )
-    max_shard_size: int = option(_SHARD_SIZE, default=10**9, least=1, is_size=True)
+    max_shard_size: int = option(_SHARD_SIZE, default=10**9, unset="1GB", least=1, is_size=True)
     lora: Names = option(
         "First merge this PEFT adapter, a folder or model on the Hub, into the 16-bit SRC (or the "
         "4-bit one that it was trained on).",
@@ -218,7 +218,7 @@ class DequantizeOptions(SourceOptions, RunOptions):
     fp8_scales: Fp8Scales | None = option(
         "With --dtype fp8, store all scales in this dtype.", unset="as in SRC"
     )
-    max_shard_size: int = option(_SHARD_SIZE, default=10**9, least=1, is_size=True)
+    max_shard_size: int = option(_SHARD_SIZE, default=10**9, unset="1GB", least=1, is_size=True)
     lora: Names = option(
         "Merge this PEFT adapter into the decoded weights: a folder, or a model on the Hub, with "
         "or without @revision.",

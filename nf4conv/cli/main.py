@@ -11,9 +11,13 @@ import nf4conv
 from nf4conv.cli.parameters import (
     Command,
     Place,
-    display_options,
+    dry_run_option,
     examples,
+    json_option,
     options_from,
+    quiet_option,
+    report_option,
+    verbose_option,
 )
 from nf4conv.cli.running import (
     CommandGroup,
@@ -66,7 +70,8 @@ def main() -> None:
 )
 @click.argument("path", metavar="PATH|REPO", type=Place("file"))
 @options_from(InspectOptions)
-@display_options("as_json", "verbose")
+@json_option
+@verbose_option
 def inspect(path: str, **values: Any) -> None:
     """Show what a checkpoint holds, from its headers.
 
@@ -104,7 +109,10 @@ def _convert(kind: type[Any], source: str, out: str, values: dict[str, Any]) -> 
 @click.argument("source", metavar="SRC", type=Place("file"))
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @options_from(QuantizeOptions)
-@display_options("dry_run", "as_json", "quiet", "verbose")
+@dry_run_option
+@json_option
+@quiet_option
+@verbose_option
 def quantize(source: str, out: str, **values: Any) -> None:
     """Quantize the checkpoint SRC into the folder OUT.
 
@@ -126,7 +134,10 @@ def quantize(source: str, out: str, **values: Any) -> None:
 )
 @click.argument("path", metavar="PATH", type=Place("file"))
 @options_from(VerifyOptions)
-@display_options("report", "as_json", "quiet", "verbose")
+@report_option
+@json_option
+@quiet_option
+@verbose_option
 def verify(path: str, report: Path | None, **values: Any) -> None:
     """Verify the checkpoint PATH, in 4 bits or decoded.
 
@@ -152,7 +163,9 @@ def verify(path: str, report: Path | None, **values: Any) -> None:
 )
 @click.argument("outs", metavar="OUT...", type=Place("dir"), nargs=-1, required=True)
 @options_from(EvaluateOptions)
-@display_options("as_json", "quiet", "verbose")
+@json_option
+@quiet_option
+@verbose_option
 def evaluate(outs: tuple[str, ...], **values: Any) -> None:
     """Compare what the models OUT and SRC predict on the same text.
 
@@ -180,7 +193,10 @@ def evaluate(outs: tuple[str, ...], **values: Any) -> None:
 @click.argument("source", metavar="SRC", type=Place("file"))
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @options_from(DequantizeOptions)
-@display_options("dry_run", "as_json", "quiet", "verbose")
+@dry_run_option
+@json_option
+@quiet_option
+@verbose_option
 def dequantize(source: str, out: str, **values: Any) -> None:
     """Decode the quantized checkpoint SRC into the folder OUT.
 
@@ -193,7 +209,7 @@ def dequantize(source: str, out: str, **values: Any) -> None:
 
 
 @main.command(cls=Command, epilog=examples("env", "env --json"))
-@display_options("as_json")
+@json_option
 def env(**values: Any) -> None:
     """Show versions, and what nf4conv would compute with.
 

@@ -17,18 +17,6 @@ from nf4conv.options import DTYPES
 
 Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 
-# Bytes in a unit, without the B at its end.
-_UNITS: Final = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
 _SHORT_DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -46,13 +34,14 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         """Returns the number of bytes. Refuses a number without a unit, and 0."""
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]I?)B?|B)\s*", str(value).upper())
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B?|B)\s*", str(value).upper())
         if match is None:
             if str(value).isdigit():
                 self.fail(f"{value!r} needs a unit, such as {value}GB", param, ctx)
             self.fail(f"{value!r} is not a size such as 5GB or 500MB", param, ctx)
-        number, unit = match.groups(default="")
-        size = int(float(number) * _UNITS[unit])
+        number, letter, is_binary = match.groups(default="")
+        unit = (1024 if is_binary else 1000) ** "BKMGT".index(letter or "B")
+        size = int(float(number) * unit)
         if size <= 0:
             self.fail("a size must be positive", param, ctx)
         return size
@@ -137,9 +126,7 @@ def _attributes(option: Option) -> tuple[str, dict[str, Any]]:
         attributes["required"] = default is MISSING
         if default is not MISSING and default is not None:
             attributes["default"] = default
-            attributes["show_default"] = not option.is_size
-            if option.is_size:
-                help += f"  [default: {_spelled(default)}]"
+            attributes["show_default"] = not option.unset
     return name, {**attributes, "help": help}
 
 
@@ -158,55 +145,32 @@ def _type_of(option: Option) -> tuple[Any, str | None]:
     return (Place("file") if Path in option.kinds else kind), None
 
 
-def _spelled(size: int) -> str:
-    """Returns a number of bytes as a user types it."""
-    unit, letter = (10**9, "G") if size >= 10**9 else (10**6, "M")
-    return f"{size // unit}{letter}B"
+def _shown(*names: str, **attributes: Any) -> Decorator:
+    """Declares an option that says what a command shows, which only the command line has."""
+    return click.option(*names, cls=GroupedOption, group="What is shown", **attributes)
 
 
-_DISPLAY: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
-    "report": (
-        ("--report",),
-        {
-            "type": click.Path(dir_okay=False, path_type=Path),
-            "help": "Write a page to look at, in HTML, to this file.",
-        },
-    ),
-    "dry_run": (
-        ("--dry-run",),
-        {"is_flag": True, "help": "Show what would become of SRC, and write nothing."},
-    ),
-    "as_json": (
-        ("--json", "as_json"),
-        {"is_flag": True, "help": "Print the result as JSON (docs/options.md)."},
-    ),
-    "quiet": (
-        ("-q", "--quiet"),
-        {"is_flag": True, "help": "Show no progress, and of the result only the exit code."},
-    ),
-    "verbose": (
-        ("-v", "--verbose"),
-        {
-            "is_flag": True,
-            "callback": show_log,
-            "help": "Say more: what is done and how long it takes, on stderr.",
-        },
-    ),
-}
-"""The options that say what a command shows, which only the command line has."""
-
-
-def display_options(*names: str) -> Decorator:
-    """Declares some of the options that say what a command shows."""
-
-    def declare(command: Callable[..., None]) -> Callable[..., None]:
-        for name in reversed(names):
-            spellings, attributes = _DISPLAY[name]
-            add = click.option(*spellings, cls=GroupedOption, group="What is shown", **attributes)
-            command = add(command)
-        return command
-
-    return declare
+report_option = _shown(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page to look at, in HTML, to this file.",
+)
+dry_run_option = _shown(
+    "--dry-run", is_flag=True, help="Show what would become of SRC, and write nothing."
+)
+json_option = _shown(
+    "--json", "as_json", is_flag=True, help="Print the result as JSON (docs/options.md)."
+)
+quiet_option = _shown(
+    "-q", "--quiet", is_flag=True, help="Show no progress, and of the result only the exit code."
+)
+verbose_option = _shown(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    callback=show_log,
+    help="Say more: what is done and how long it takes, on stderr.",
+)
 
 
 class Command(click.Command):

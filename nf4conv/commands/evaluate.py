@@ -99,6 +99,7 @@ def evaluate(outs: str | Path | Sequence[str | Path], options: EvaluateOptions) 
         evaluations.append(Evaluation(str(out), passed, figures, nbytes))
     return Evaluations(
         source=str(options.source),
+        passed=all(one.passed for one in evaluations),
         kind=question.kind,
         text=question.text,
         tokens=question.ids.numel(),

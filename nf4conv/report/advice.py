@@ -12,29 +12,23 @@ from nf4conv.report.text.progress_bar import Step, begin
 
 
 def advice(jobs: Iterable[Job]) -> Iterator[str]:
-    """Yields a line if a quantization saves less than a third: what is not packed, or was small.
-
-    There is none if the source is in 4 bits already and does not grow by a tenth.
-    """
-    before = after = packed_before = packed_parameters = 0
+    """Yields a line if packing saves a third of what is packed, and not of the whole: why not."""
+    before = after = packed_before = packed_after = 0
     kept: Counter[str] = Counter()
     for job in jobs:
         before += job.source_bytes
         after += job.nbytes
         if isinstance(job, PackJob):
             packed_before += job.source_bytes
-            packed_parameters += job.elements
+            packed_after += job.nbytes
         else:
             kept[job.reason] += job.nbytes
-    bits = 8 * packed_before / max(packed_parameters, 1)
-    if 3 * after <= 2 * before or (bits <= 6 and 10 * after <= 11 * before):
-        return
-    text = f"this saves little, {size(before)} → {size(after)}: "
-    if 2 * kept.total() <= after:
-        yield f"{text}what is packed took {bits:.1f} bits per weight before"
-    else:
+    if 2 * packed_before >= 3 * packed_after and 2 * before < 3 * after:
         ((reason, taken),) = kept.most_common(1)
-        yield f"{text}{size(kept.total())} are not packed, {size(taken)} of it {reason}"
+        yield (
+            f"this saves little, {size(before)} → {size(after)}: {size(kept.total())} are not "
+            f"packed, {size(taken)} of it {reason}"
+        )
 
 
 def tell_what_is_read(plan: WritingPlan | DiffusersPlan, options: WritingOptions) -> None:

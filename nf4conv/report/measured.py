@@ -16,7 +16,7 @@ from nf4conv.check.pairing import Comparison
 from nf4conv.check.relation import Relation
 from nf4conv.check.structure import Finding, Structure
 from nf4conv.options import VerifyOptions
-from nf4conv.plan.rows import Errors, TensorRow, distance
+from nf4conv.plan.rows import Errors, TensorRow, bits_per_parameter, distance, summed
 from nf4conv.report.inspected import tensor_row, weight_row
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.tolerance import FOREIGN_ERROR, tolerance_of
@@ -259,17 +259,29 @@ def verification_report(
         relation = Relation.QUANTIZED
     elif Relation.DECODED in relations:
         relation = Relation.DECODED
+    is_judged = relation is not Relation.NONE or options.exact or options.tolerance is not None
+    size = sum(one.nbytes for one in stored)
+    parameters = sum(one.elements for one in stored)
+    identical = None
+    if options.source is not None:
+        rows = weights if relation is Relation.QUANTIZED else tensors
+        identical = all(row.errors is not None and not row.errors.differing for row in rows)
+        identical &= not any(finding.check == "calibrated" for finding in findings)
     return VerifyReport(
         path=path,
         source=None if options.source is None else str(options.source),
+        passed=is_judged and not failed,
         checks={name: name not in failed for name in order if name in ran | failed},
         findings=tuple(findings),
         made=next(iter(compared.values())).structure.record,
         weights=tuple(weights),
+        kinds=summed(weights),
         tensors=tuple(tensors),
         relation=str(relation),
-        bytes=sum(one.nbytes for one in stored),
-        parameters=sum(one.elements for one in stored),
+        bytes=size,
+        parameters=parameters,
+        bits_per_parameter=bits_per_parameter(size, parameters),
+        identical=identical,
         options=replace(options, token=None, progress=None),
         device=measured[0].device,
         seconds=time.perf_counter() - started,

@@ -14,10 +14,8 @@ from nf4conv.plan.rows import (
     KindRow,
     PlanTotals,
     TensorRow,
-    bits_per_parameter,
     distance,
     kind_of,
-    summed,
 )
 from nf4conv.sources.record import name_of
 
@@ -214,43 +212,21 @@ class VerifyReport:
 
     path: str
     source: str | None
-    passed: bool = field(init=False)
+    passed: bool
     checks: Mapping[str, bool]
     findings: tuple[Finding, ...]
     made: Mapping[str, Any] | None
     weights: tuple[TensorRow, ...]
-    kinds: tuple[KindRow, ...] = field(init=False)
+    kinds: tuple[KindRow, ...]
     tensors: tuple[TensorRow, ...]
     relation: str
     bytes: int
     parameters: int
-    bits_per_parameter: float = field(init=False)
-    identical: bool | None = field(init=False)
+    bits_per_parameter: float
+    identical: bool | None
     options: VerifyOptions
     device: str
     seconds: float
-
-    def __post_init__(self) -> None:
-        is_faulty = any(finding.is_fault for finding in self.findings)
-        identical = None
-        if self.source is not None:
-            rows = self.weights if self.relation == "quantized" else self.tensors
-            identical = all(row.errors is not None and not row.errors.differing for row in rows)
-            identical &= not any(finding.check == "calibrated" for finding in self.findings)
-        computed = {
-            "passed": self.is_judged and not is_faulty,
-            "kinds": summed(self.weights),
-            "bits_per_parameter": bits_per_parameter(self.bytes, self.parameters),
-            "identical": identical,
-        }
-        for name, value in computed.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def is_judged(self) -> bool:
-        """True if something says which differences are allowed: how it was made, or the user."""
-        options = self.options
-        return self.relation != "none" or options.exact or options.tolerance is not None
 
     @property
     def exit_code(self) -> int:
@@ -277,7 +253,7 @@ class VerifyReport:
             return f"sound: {what}, {found}"
         if self.relation != "none":
             return f"passed: {what}, {found}"
-        if self.is_judged:
+        if self.passed:
             return f"within the tolerance: {what}, {found}"
         return (
             f"compared, not judged: {what}, {found}; nothing says how it was made from the source: "
@@ -388,16 +364,13 @@ class Evaluations:
     command: ClassVar[str] = "evaluate"
 
     source: str
-    passed: bool = field(init=False)
+    passed: bool
     kind: str
     text: str
     tokens: int
     device: str
     arithmetic: str
     evaluations: tuple[Evaluation, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "passed", all(one.passed for one in self.evaluations))
 
 
 @dataclass(frozen=True)

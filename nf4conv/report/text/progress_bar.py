@@ -4,9 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from nf4conv.report.text.terminal import tell, tell_notes
 
@@ -18,8 +16,7 @@ _LINE: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Is a step of a command.
 
     Attributes:
@@ -80,12 +77,7 @@ class ProgressBar:
     def __enter__(self) -> "ProgressBar":
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 
