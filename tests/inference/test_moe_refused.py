@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import nf4conv.inference.moe  # noqa: E402, F401 - what is tested
 from nf4conv.errors import CodecError  # noqa: E402
+from nf4conv.inference.moe.loading.checkpoints import look_at_packed  # noqa: E402
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 Tensors = dict[str, torch.Tensor]
@@ -142,3 +143,12 @@ def test_experts_on_the_disk(folders, tmp_path):
         AutoModelForCausalLM.from_pretrained(
             folder, device_map=device_map, offload_folder=tmp_path / "disk"
         )
+
+
+def test_a_module_that_takes_no_packed_experts(folders):
+    """As Granite's are before transformers 5.13."""
+    linear = torch.nn.Linear(1, 1)
+    linear.weight = torch.nn.Parameter(torch.zeros(4, 8, 8))
+    model = torch.nn.ModuleDict({"moe": torch.nn.ModuleDict({"input_linear": linear})})
+    with pytest.raises(CodecError, match=r"^moe\.input_linear\.weight: no packed experts load"):
+        look_at_packed(model, sorted(folders["packed"].glob("*.safetensors")), None)

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from nf4conv.errors import CodecError
-from nf4conv.inference.moe.loading.headers import PackedNames, read_packed_names
+from nf4conv.inference.moe.loading.headers import PackedNames, is_of_experts, read_packed_names
 
 log = logging.getLogger("nf4conv.inference.moe")
 
@@ -48,6 +48,7 @@ HOOKS: Final[dict[str, Filled]] = {
         "WeightRenaming": (2, ()),
         "rename_source_key": (5, ()),
     },
+    "transformers.modeling_utils": {"PreTrainedModel._get_dtype_plan": (2, ())},
     "transformers.integrations.moe": {
         "ALL_EXPERTS_FUNCTIONS.get_interface": (2, ()),
         "grouped_mm_experts_forward": (4, ()),
@@ -160,8 +161,8 @@ def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
     """Reads which weights of a checkpoint are packed; None if it has no packed experts, or if
     Unsloth, which patches transformers for itself, was imported.
 
-    Raises CodecError if this transformers is not as the loader needs it,
-    or experts are to stay on the disk.
+    Raises CodecError if this transformers is not as the loader needs it, its module of experts
+    takes no packed ones, or experts are to stay on the disk.
     """
     names = read_packed_names(files or ())
     if not names.experts or "unsloth" in sys.modules:
@@ -171,8 +172,13 @@ def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
         reason = misfit(name)
         if reason is not None:
             raise CodecError(f"4-bit experts do not load here: {reason}")
-    parameters = expert_parameters(model)
-    if not parameters:
+    if not expert_parameters(model):
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 3 and is_of_experts(name):
+                raise CodecError(
+                    f"{name}: no packed experts load into it; Granite's do from transformers 5.13 "
+                    f"on, and `nf4conv dequantize` brings any checkpoint back to 16 bits"
+                )
         return None
     if isinstance(device_map, dict) and "disk" in device_map.values():
         # accelerate writes tensors by the address of their values, and packed ones have several

@@ -3,6 +3,7 @@
 Imports transformers, and is imported when it is loading a checkpoint.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -98,9 +99,10 @@ class ExpertsDeserialize(ConversionOps):
 
     def _as_the_model_does(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Runs the model's own operations on a layer that is not packed."""
+        dtype = dtype_of(kwargs["model"], kwargs["full_layer_name"])
         result: dict[str, Any] = {}
         for source, own in zip(self.sources, self.own_sources, strict=True):
-            result[own] = input_dict[f"{source}$"]
+            result[own] = [tensor.to(dtype) for tensor in input_dict[f"{source}$"]]
         for operation in self.operations:
             result = operation.convert(result, source_patterns=list(self.own_sources), **kwargs)
         if self.operations:
@@ -125,7 +127,7 @@ class ExpertsDeserialize(ConversionOps):
         if is_transposed and stored.rows == SEPARATED:
             raise CodecError(f"{name}: rows by turns and transposed: no such layout is known")
         weight = replace(stored, is_transposed=is_transposed)
-        return torch.nn.Parameter(Experts4bit(weight, expected.dtype), requires_grad=False)
+        return torch.nn.Parameter(Experts4bit(weight, dtype_of(model, name)), requires_grad=False)
 
     def _rows(self, parts: list[PackedExperts], module: Any) -> str:
         """Returns how the rows of the parameter come from those of its parts."""
@@ -241,7 +243,11 @@ def pack_part(tensors: dict[str, list[torch.Tensor]], name: str) -> PackedExpert
 
 
 class RouterDeserialize(ConversionOps):
-    """Decodes packed weights of modules other than Linear4bit: transformers 4 packed routers, too.
+    """Makes weights of modules other than Linear4bit what they are in a checkpoint of 16 bits.
+
+    Packed ones are decoded: transformers 4 packed routers, too. Others are cast to the dtype that
+    the model is loaded in: transformers leaves them in that of the files, where experts and layers
+    of it could not compute together.
 
     Attributes:
         operation: transformers' own operation, which converts everything else.
@@ -264,12 +270,13 @@ class RouterDeserialize(ConversionOps):
         full_layer_name: str = "",
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Decodes the weight, or leaves it to transformers if its module is a Linear4bit."""
+        """Decodes or casts the weight, or leaves it to transformers if its module is a Linear4bit.
+
+        Raises CodecError if components of a packed one are missing or contradict each other.
+        """
         from bitsandbytes.nn import Linear4bit  # type: ignore[attr-defined]
 
-        path, _, leaf = full_layer_name.rpartition(".")
-        module = model.get_submodule(path)
-        if len(input_dict) == 1 or isinstance(module, Linear4bit):
+        if isinstance(model.get_submodule(full_layer_name.rpartition(".")[0]), Linear4bit):
             result: dict[str, Any] = self.operation.convert(
                 input_dict, model=model, full_layer_name=full_layer_name, **kwargs
             )
@@ -278,6 +285,19 @@ class RouterDeserialize(ConversionOps):
         for name, tensor in input_dict.items():
             component = name.removeprefix("weight.")
             tensors[component] = tensor[0] if isinstance(tensor, list) else tensor
-        codes = tensors.pop("weight")
+        weight = tensors.pop("weight")
+        dtype = dtype_of(model, full_layer_name)
+        if not tensors:
+            return {"weight": weight.to(dtype)}
         state = QuantState.from_components(tensors)
-        return {"weight": dequantize_4bit(codes, state, dtype=getattr(module, leaf).dtype)}
+        return {"weight": dequantize_4bit(weight, state, dtype=dtype)}
+
+
+def dtype_of(model: Any, name: str) -> torch.dtype:
+    """Returns the dtype that a parameter is loaded in from a checkpoint of 16 bits."""
+    path, _, leaf = name.rpartition(".")
+    dtype: torch.dtype = getattr(model.get_submodule(path), leaf).dtype
+    for pattern, kept in model._get_dtype_plan(dtype).items():  # for example, routers in float32
+        if re.search(pattern.replace("*", ".*"), name):
+            return kept
+    return dtype
