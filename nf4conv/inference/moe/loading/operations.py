@@ -297,7 +297,8 @@ def dtype_of(model: Any, name: str) -> torch.dtype:
     """Returns the dtype that a parameter is loaded in from a checkpoint of 16 bits."""
     path, _, leaf = name.rpartition(".")
     dtype: torch.dtype = getattr(model.get_submodule(path), leaf).dtype
-    for pattern, kept in model._get_dtype_plan(dtype).items():  # for example, routers in float32
+    kept: dict[str, torch.dtype] = model._get_dtype_plan(dtype)  # for example, routers in float32
+    for pattern in kept:
         if re.search(pattern.replace("*", ".*"), name):
-            return kept
+            return kept[pattern]
     return dtype
