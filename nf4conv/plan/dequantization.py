@@ -18,11 +18,10 @@ from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
 from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype, plain_config, without_quantization
 from nf4conv.options import DequantizeOptions, SourceOptions
-from nf4conv.plan.arrange import arrange
 from nf4conv.plan.fp8 import fp8_config, fp8_groups
 from nf4conv.plan.jobs import CopyJob
 from nf4conv.plan.joining import join_experts
-from nf4conv.plan.writing import WritingPlan, notes_on_files, plan_unchanged
+from nf4conv.plan.writing import WritingPlan, plan_unchanged, plan_writing
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
@@ -71,41 +70,30 @@ def _plan_source(place: object, source: Source, options: DequantizeOptions) -> W
     # a GGUF file becomes a folder of transformers even if nothing in it is decoded
     if not is_encoded and not options.lora and not source.is_gguf:
         raise PlanError(f"{place}: no tensor of this checkpoint is quantized")
+    config: Mapping[str, Any] = source.config or {}
     if options.dtype == "fp8":
-        return _as_fp8(place, source, options)
-    config = source.config or {}
+        groups = list(fp8_groups(place, source, options))
+        format = Format("nf4", 64, False, "bfloat16")  # nothing is packed
+        return plan_writing(options, source, groups, format, fp8_config(config), source.notes)
     tensors = join_experts(source.tensors, config)
     check_layers(tensors, config)
     evidence = Evidence.gather(tensors, config)
     jobs = [_decode_or_keep(one, _output_dtype(one, evidence, options)) for one in tensors]
     dtype = options.dtype or _dtype_of_model(config, [job.source for job in jobs])
-    output = arrange(
-        [[job] for job in jobs],
-        Format("nf4", 64, False, dtype),
-        max_shard_size=options.max_shard_size,
-        stem=source.stem,
-    )
     if "_class_name" in config:  # of diffusers, whose configs name no dtype
         config = without_quantization(config)
-    elif source.config is not None:
+    else:
         config = plain_config(config, dtype)
-    notes = tuple(notes_on_files(source, output))
     is_of_others = any(tensor.is_quantized and not is_in_4_bits(tensor) for tensor in tensors)
-    if options.lora or is_of_others or source.is_gguf:
-        notes = (*source.notes, *notes)
-    return WritingPlan(options, source, output, None if source.config is None else config, notes)
-
-
-def _as_fp8(place: object, source: Source, options: DequantizeOptions) -> WritingPlan:
-    """Plans to store MXFP4 as FP8, and to copy the rest."""
-    output = arrange(
-        list(fp8_groups(place, source, options)),
-        Format("nf4", 64, False, "bfloat16"),  # nothing is packed
-        max_shard_size=options.max_shard_size,
-        stem=source.stem,
+    tells_of_source = options.lora or is_of_others or source.is_gguf
+    return plan_writing(
+        options,
+        source,
+        [[job] for job in jobs],
+        Format("nf4", 64, False, dtype),  # nothing is packed
+        None if source.config is None else config,
+        source.notes if tells_of_source else (),
     )
-    notes = (*source.notes, *notes_on_files(source, output))
-    return WritingPlan(options, source, output, fp8_config(source.config or {}), notes)
 
 
 def _dtype_of_model(config: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> str:

@@ -4,60 +4,73 @@ choose what is packed → choose the format → find what stays as it is → pla
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from nf4conv.choose.decisions import Pack, Selection
+from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.choose.formats import choose_format, weights_that_stay
 from nf4conv.choose.selection import select
 from nf4conv.errors import PlanError
+from nf4conv.format.dtypes import DTYPE_NAMES, FLOAT_TAGS, TAGS
 from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
 from nf4conv.options import DTYPES, QuantizeOptions
-from nf4conv.plan.arrange import make_plan
-from nf4conv.plan.jobs import PackJob, Plan
-from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_files
+from nf4conv.plan.jobs import CopyJob, Job, PackJob
+from nf4conv.plan.writing import NO_CONFIG, WritingPlan, plan_writing
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.foreign.config import quantization_of
 from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import TensorInfo
 
 
 def plan_source(source: Source, options: QuantizeOptions) -> WritingPlan:
     """Plans the quantization of one opened checkpoint."""
     format = choose_format(source, options)
     selection = select(source.tensors, source.config or {}, options, format=format)
-    if options.dtype is None:
-        _check_float64(source, selection)
     unchanged = weights_that_stay(source, selection.decisions, format, options)
-    output = make_plan(
-        source.tensors,
-        selection.decisions,
-        format,
-        max_shard_size=options.max_shard_size,
-        stem=source.stem,
-        unchanged=unchanged,
-    )
+    jobs: list[Job] = []
+    for tensor in source.tensors:
+        decision = selection.decisions[tensor.name]
+        jobs += jobs_of(tensor, decision, format, unchanged.get(tensor.name))
     config = _config(source, format, selection.skip_modules, options)
-    notes = (
+    notes = [
         *source.notes,
         *selection.notes,
         *_notes_on_unchanged(unchanged, options),
-        *_notes_on_few_bits(output),
-        *notes_on_files(source, output),
-    )
+        *_notes_on_few_bits(jobs),
+    ]
     if source.config is None:
-        notes = (NO_CONFIG, *notes)
-    return WritingPlan(options, source, output, config, notes)
+        notes = [NO_CONFIG, *notes]
+    return plan_writing(options, source, [[job] for job in jobs], format, config, notes)
 
 
-def _check_float64(source: Source, selection: Selection) -> None:
-    """Raises a PlanError if a weight in float64 is to be packed."""
-    for tensor in source.tensors:
-        if tensor.dtype == "F64" and isinstance(selection.decisions[tensor.name], Pack):
-            raise PlanError.about(
-                tensor.file,
-                tensor.name,
-                f"float64 cannot be packed; say what to cast it to: --dtype {', '.join(DTYPES)}",
-            )
+def jobs_of(
+    tensor: TensorInfo,
+    decision: Pack | Keep,
+    format: Format,
+    stored: Bitsandbytes4bit | str | None = None,
+) -> list[Job]:
+    """Returns what is to be done for one tensor of the source.
+
+    Of a weight in 4 bits, `stored` is what it is copied from, or why it is packed anew.
+    """
+    reason = decision.reason
+    if tensor.unmerged is not tensor:
+        reason = f"{reason}, merged with an adapter"
+    if isinstance(decision, Keep):
+        is_cast = tensor.dtype in FLOAT_TAGS and not decision.keep_dtype
+        return [CopyJob(tensor, TAGS[format.dtype] if is_cast else tensor.dtype, reason)]
+    if tensor.dtype not in FLOAT_TAGS:
+        raise PlanError.about(
+            tensor.file, tensor.name, f"{tensor.dtype} cannot be packed; expected a float dtype"
+        )
+    if isinstance(stored, Bitsandbytes4bit):
+        [matrix] = decision.matrices
+        own = replace(format, dtype=DTYPE_NAMES[tensor.dtype], scales=stored.scales)
+        return [PackJob(tensor, matrix, "stays as it is", own, stored)]
+    if stored is not None:
+        reason = f"{reason}, packed anew: {stored}"
+    return [PackJob(tensor, matrix, reason, format) for matrix in decision.matrices]
 
 
 def require_searched(
@@ -100,10 +113,10 @@ def _notes_on_unchanged(
         )
 
 
-def _notes_on_few_bits(output: Plan) -> Iterator[str]:
+def _notes_on_few_bits(jobs: Sequence[Job]) -> Iterator[str]:
     """Says what packing costs that begins with integers of few bits."""
     count = 0
-    for job in output.jobs:
+    for job in jobs:
         encoding = job.source.unmerged.encoding
         if isinstance(job, PackJob) and encoding is not None and encoding.has_few_bits:
             count += 1

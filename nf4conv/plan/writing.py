@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -221,28 +221,32 @@ def _is_counted(job: Job) -> bool:
     return not isinstance(job.source.encoding, Fp8Scales)
 
 
-def plan_unchanged(source: Source, options: WritingOptions) -> WritingPlan:
-    """Plans a submodel of a diffusers pipeline in which nothing changes."""
-    reason = "the submodel stays as it is"
-    output = arrange(
-        [[CopyJob(tensor, tensor.dtype, reason)] for tensor in source.tensors],
-        Format("nf4", 64, True, dominant_dtype(source.tensors)),  # nothing is packed
-        max_shard_size=options.max_shard_size,
-        stem=source.stem,
-    )
-    return WritingPlan(
-        options, source, output, source.config, tuple(notes_on_files(source, output))
-    )
-
-
-def notes_on_files(source: Source, output: Plan) -> Iterator[str]:
-    """Says what room streaming needs."""
+def plan_writing(
+    options: WritingOptions,
+    source: Source,
+    groups: Sequence[Sequence[Job]],
+    format: Format,
+    config: Mapping[str, Any] | None,
+    notes: Iterable[str] = (),
+) -> WritingPlan:
+    """Places the outputs of all jobs; those of a group are in one shard."""
+    output = arrange(groups, format, max_shard_size=options.max_shard_size, stem=source.stem)
+    notes = list(notes)
     streamed = _bytes_streamed(source)
     if streamed:
-        yield (
+        notes.append(
             f"streams: at most {size(streamed)} of the source, two files, are on disk at a time; "
             f"with the result up to {size(streamed + output.largest_size)}"
         )
+    return WritingPlan(options, source, output, config, tuple(notes))
+
+
+def plan_unchanged(source: Source, options: WritingOptions) -> WritingPlan:
+    """Plans a submodel of a diffusers pipeline in which nothing changes."""
+    reason = "the submodel stays as it is"
+    groups = [[CopyJob(tensor, tensor.dtype, reason)] for tensor in source.tensors]
+    format = Format("nf4", 64, True, dominant_dtype(source.tensors))  # nothing is packed
+    return plan_writing(options, source, groups, format, source.config)
 
 
 def _bytes_streamed(source: Source) -> int:

@@ -12,7 +12,7 @@ from nf4conv.choose.evidence import Why
 from nf4conv.errors import Nf4convError, SourceError
 from nf4conv.format.layout import Format
 from nf4conv.options import SourceOptions
-from nf4conv.plan.jobs import CopyJob, Footprint, Job, PackJob
+from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.report.advice import advice
 from nf4conv.sources.places import from_address
 from nf4conv.sources.tensors import TensorInfo
@@ -104,7 +104,7 @@ def job(name: str, reason: str, bits: float, after: float, action: str = "copy")
         kept.nbytes = nbytes
         return kept
     packed = PackJob(tensor, PackedMatrix(name, shape), reason, Format("nf4", 64, True, "bfloat16"))
-    packed.footprint = Footprint((), nbytes, 0)
+    packed.nbytes = nbytes
     return packed
 
 

@@ -11,9 +11,10 @@ from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
-from nf4conv.plan.arrange import make_plan
+from nf4conv.plan.arrange import arrange
 from nf4conv.plan.fingerprint import named_options, plan_fingerprint
-from nf4conv.plan.jobs import CopyJob, PackJob, component_name
+from nf4conv.plan.jobs import CopyJob, PackJob, Plan, component_name
+from nf4conv.plan.quantization import jobs_of
 from nf4conv.sources.header import build_header
 from nf4conv.sources.tensors import TensorInfo
 
@@ -49,14 +50,21 @@ def example() -> tuple[list[TensorInfo], dict[str, Pack | Keep]]:
     return tensors, decisions
 
 
+def plan_of(
+    tensors: list[TensorInfo], decisions: dict[str, Pack | Keep], format: Format, limit: int = 10**9
+) -> Plan:
+    groups = [jobs_of(tensor, decisions[tensor.name], format) for tensor in tensors]
+    return arrange(groups, format, max_shard_size=limit)
+
+
 @pytest.mark.parametrize(
     "format", FORMATS, ids=lambda f: f"{f.quant_type}-{f.blocksize}-{f.double_quant}-{f.dtype}"
 )
 def test_properties(format):
     for limit in LIMITS:
         tensors, decisions = example()
-        plan = make_plan(tensors, decisions, format, max_shard_size=limit)
-        assert plan == make_plan(tensors, decisions, format, max_shard_size=limit)
+        plan = plan_of(tensors, decisions, format, limit)
+        assert plan == plan_of(tensors, decisions, format, limit)
         assert [job.source.name for job in plan.jobs] == [tensor.name for tensor in tensors]
         for number, shard in enumerate(plan.shards, start=1):
             single = len(plan.shards) == 1
@@ -93,13 +101,13 @@ def test_properties(format):
                 full.append((blob, "U8", (nbytes,), position, position + nbytes))
                 position += nbytes
             assert len(build_header(full)) <= shard.header_size
-            assert position == shard.fixed_size + shard.blobs_size
+            assert shard.header_size + position == shard.largest_size
 
 
 def test_kept_tensors_take_the_checkpoint_s_dtype_unless_they_are_float32_by_design():
     tensors, decisions = example()
     decisions["module.6.weight"] = Keep("by design", keep_dtype=True)
-    plan = make_plan(tensors, decisions, FORMATS[0], max_shard_size=10**9)
+    plan = plan_of(tensors, decisions, FORMATS[0])
     dtypes = {job.name: job.dtype for job in plan.jobs if isinstance(job, CopyJob)}
     assert dtypes == {
         "module.2.weight": "BF16",
@@ -115,7 +123,7 @@ def test_two_outputs_of_one_name_are_refused():
     with pytest.raises(
         PlanError, match=r"module.1.weight: two output tensors would have this name"
     ):
-        make_plan(tensors, decisions, FORMATS[0], max_shard_size=10**9)
+        plan_of(tensors, decisions, FORMATS[0])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +134,7 @@ def test_a_kept_tensor_named_as_a_component_of_a_packed_one_is_refused(suffix):
     name = f"module.0.weight.{suffix}"
     tensors.append(TensorInfo(name, "F32", (4,), Path("file"), 0, 16))
     with pytest.raises(PlanError) as caught:
-        make_plan(tensors, decisions | {name: Keep("other")}, FORMATS[2], max_shard_size=10**9)
+        plan_of(tensors, decisions | {name: Keep("other")}, FORMATS[2])
     assert (
         str(caught.value)
         == f"file: {name}: a tensor of the packed module.0.weight would have this name"
@@ -138,9 +146,7 @@ def test_a_plan_decided_otherwise_has_another_fingerprint():
     tensors, decisions = example()
 
     def fingerprint(changes: dict[str, Pack | Keep], limit: int = 5_000) -> str:
-        return plan_fingerprint(
-            make_plan(tensors, decisions | changes, FORMATS[0], max_shard_size=limit)
-        )
+        return plan_fingerprint(plan_of(tensors, decisions | changes, FORMATS[0], limit))
 
     expected = fingerprint({})
     assert fingerprint({"module.2.weight": Keep("for another reason")}) == expected
