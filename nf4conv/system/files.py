@@ -8,9 +8,8 @@ import os
 import stat
 import threading
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from nf4conv.system.machine import IS_POSIX
 
@@ -19,19 +18,30 @@ _PLAIN: Final = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _BLOCK: Final = 512  # bytes; st_blocks counts in it, whatever the blocks of the disk are
 
 
-class _SharedDescriptor:
-    """Reads and writes at positions through one descriptor, which all threads share."""
+class PositionedFile:
+    """An open file that any thread may read and write at any position."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._lock = threading.Lock()  # for systems on which the file's position has to be moved
 
     def read(self, buffer: memoryview, position: int) -> int:
         """Reads bytes into a buffer, perhaps fewer than fit; returns how many, 0 at the end."""
-        return os.preadv(self._descriptor, [buffer], position)
+        if hasattr(os, "preadv"):
+            return os.preadv(self._descriptor, [buffer], position)
+        with self._lock:
+            os.lseek(self._descriptor, position, os.SEEK_SET)
+            data = os.read(self._descriptor, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     def write(self, data: memoryview, position: int) -> int:
         """Writes bytes from a position on, perhaps not all; returns how many."""
-        return os.pwrite(self._descriptor, data, position)
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self._descriptor, data, position)
+        with self._lock:
+            os.lseek(self._descriptor, position, os.SEEK_SET)
+            return os.write(self._descriptor, data)
 
     def truncate(self, size: int) -> None:
         """Makes the file so many bytes long; what is new is zero."""
@@ -48,54 +58,14 @@ class _SharedDescriptor:
             self._descriptor = -1
 
 
-class _OneHandle:
-    """Moves the position of one handle, for one thread after the other: as on Windows.
-
-    Its methods are those of _SharedDescriptor.
-    """
-
-    def __init__(self, handle: FileIO) -> None:
-        self._handle = handle
-        self._lock = threading.Lock()
-
-    def read(self, buffer: memoryview, position: int) -> int:
-        with self._lock:
-            self._handle.seek(position)
-            return self._handle.readinto(buffer) or 0
-
-    def write(self, data: memoryview, position: int) -> int:
-        with self._lock:
-            self._handle.seek(position)
-            return self._handle.write(data) or 0
-
-    def truncate(self, size: int) -> None:
-        self._handle.truncate(size)
-
-    def sync(self) -> None:
-        os.fsync(self._handle.fileno())
-
-    def close(self) -> None:
-        self._handle.close()
-
-
-PositionedFile: TypeAlias = _SharedDescriptor | _OneHandle
-"""An open file that any thread may read and write at any position."""
-
-
 def open_to_read(path: Path) -> PositionedFile:
     """Opens a file to read at positions."""
-    descriptor = os.open(path, os.O_RDONLY | _PLAIN)
-    if hasattr(os, "preadv"):
-        return _SharedDescriptor(descriptor)
-    return _OneHandle(FileIO(descriptor, "rb"))
+    return PositionedFile(os.open(path, os.O_RDONLY | _PLAIN))
 
 
 def create_to_write(path: Path) -> PositionedFile:
     """Creates a file to write at positions; that there is one, or a link, is a FileExistsError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, 0o666)
-    if hasattr(os, "pwrite"):
-        return _SharedDescriptor(descriptor)
-    return _OneHandle(FileIO(descriptor, "r+b"))
+    return PositionedFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, 0o666))
 
 
 def create(path: Path, mode: int) -> int:

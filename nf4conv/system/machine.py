@@ -9,6 +9,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -111,33 +112,21 @@ def available_memory() -> int:
     found = _number_in(Path("/proc/meminfo"), "MemAvailable:")
     free = total_memory() if found is None else found * 1024
     folder = Path("/sys/fs/cgroup")
-    most = _whole_number(folder / "memory.max")
-    used = _whole_number(folder / "memory.current")
+    most = _number_in(folder / "memory.max")
+    used = _number_in(folder / "memory.current")
     if most is None or used is None:
         return free
     cached = _number_in(folder / "memory.stat", "inactive_file") or 0  # is given up when needed
     return min(free, max(most - used + cached, 0))
 
 
-def _whole_number(file: Path) -> int | None:
-    """Returns the number that a file of the system holds; None if it holds none."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _number_in(file: Path, name: str) -> int | None:
+def _number_in(file: Path, name: str = "") -> int | None:
     """Returns the number behind a name at the start of a line; None if there is none."""
     try:
-        lines = file.read_text().splitlines()
+        found = re.search(rf"^{name}\s*(\d+)", file.read_text(), re.MULTILINE)
     except OSError:
         return None
-    for line in lines:
-        words = line.split()
-        if len(words) > 1 and words[0] == name:
-            return int(words[1])
-    return None
+    return None if found is None else int(found[1])
 
 
 def peak_resident() -> int:
