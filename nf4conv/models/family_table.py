@@ -184,12 +184,6 @@ SINGLE: Final = Family(experts=(STANDARD,), has_single_experts=True)
 STACKED: Final = Family(experts=(STANDARD,))
 RENAMED_TOWERS: Final = Family(renames_towers=True)
 BLOCK_SPARSE: Final = replace(SINGLE, renamed=((r"\.block_sparse_moe\.", ".mlp."),))
-SPARSE_INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", NEVER_QUANTIZED),))
-NEMOTRON_H: Final = Family(
-    renamed=((r"(^|\.)backbone\.", r"\1model."), (r"^(backbone|model)\.", ""))
-)
-MOLMO2: Final = _converted("att_proj|ff_proj", QKV + GATE_UP)
-TIPS: Final = _converted("qkv|w12", QKV + GATE_UP)
 # object detectors share their box and class heads between the layers of the decoder
 DETECTOR: Final = Family(
     keep=((r"(bbox|class)_embed(\.|$)", TIED),),
@@ -212,19 +206,12 @@ _add(
 )
 # transformers itself keeps these weights out of 4-bit
 _add("t5 mt5 umt5 udop pop2piano", keep=((r"(^|\.)wo$", NEVER_QUANTIZED),))
-_add("deepseek_v32 glm_moe_dsa mistral_large4_text", SINGLE, keep=SPARSE_INDEXER.keep)
-_add("mistral_large4", SPARSE_INDEXER, renames_towers=True)
-_add(
-    "axk2",
-    SINGLE,
-    keep=SPARSE_INDEXER.keep,
-    renamed=((r"W_down$", "mlp.fc1"), (r"W_up$", "mlp.fc2")),
-)
+_add("axk2", SINGLE, renamed=((r"W_down$", "mlp.fc1"), (r"W_up$", "mlp.fc2")))
 _add(
     "deepseek_v4",
     SINGLE,
     keep=(
-        (r"compressor\.(wgate|wkv)$|indexer\.weights_proj$", NEVER_QUANTIZED),
+        (r"compressor\.(wgate|wkv)$", NEVER_QUANTIZED),
         (r"\.wo_a$", SUBCLASS),
     ),
     renamed=((r".*\.wgate$", "compressor.gate_proj"), (r".*\.wo_a$", "o_a_proj")),
@@ -241,21 +228,17 @@ _add(
 )
 _add("neomme", keep=((r"(^|\.)proj$", READ_DIRECTLY),), heads=("unembedding_projection",))
 _add("wavlm", keep=((r"(^|\.)attention\.(q|k|v|out)_proj$", READ_DIRECTLY),))
-_add("mobilebert", keep=((r"^cls\.", READ_DIRECTLY),))
 _add("falcon RefinedWeb RefinedWebModel", keep=((r"(self_attention|mlp)\.", SUBCLASS),))
 _add("ibert", keep=((r"(^|\.)encoder\.", "not an nn.Linear: I-BERT quantizes to integers itself"),))
 # transformers 5 takes these weights apart or merges them when it loads them
 _add("nomic_bert jina_embeddings_v3", _converted("Wqkv", QKV))
 _add("gte", _converted("qkv_proj|up_gate_proj", QKV + GATE_UP))
 _add("hrm_text", _converted("gqkv_proj|gate_up_proj", QKV + GATE_UP))
-_add("molmo2", MOLMO2, renames_towers=True)
-_add("molmo2_text", MOLMO2)
-_add("tipsv2 tipsv2_vision_model", TIPS)
+_add("molmo2_text", _converted("att_proj|ff_proj", QKV + GATE_UP))
+_add("tipsv2_vision_model", _converted("qkv|w12", QKV + GATE_UP))
 _add(
     "tipsv2_dpt",
-    TIPS,
     renamed=(
-        *TIPS.renamed,
         (r"^\w+_head\.reassemble\.", "neck.reassemble_stage."),
         (r"^\w+_head\.\w+_head$", "decoder.head"),
     ),
@@ -278,8 +261,7 @@ _add(
     ),
 )
 _add("lfm3", renamed=((r"\.self_attn\.gate_proj$", ".self_attn.g_proj"),))
-_add("nemotron_h", NEMOTRON_H)
-_add("nemotron_h_omni", NEMOTRON_H, renames_towers=True)
+_add("nemotron_h", renamed=((r"(^|\.)backbone\.", r"\1model."), (r"^(backbone|model)\.", "")))
 _add("qwen2_5_omni", renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),))
 _add("pi0", renamed=((r"^paligemma_with_expert\.paligemma\.model\.", "model.vlm."),))
 _add("hyperclovax_vision_v2", renamed=((r"^model\.vision_projector$", "model.projector"),))
@@ -297,7 +279,6 @@ _add(
         (r"^model\.language_model\.per_layer_model\.language_model_", "model.per_layer_model_"),
     ),
 )
-_add("gpt_neox", renamed=((r"^embed_out$", "lm_head"),))
 # modules that are not on disk under their own name
 _add("gpt_neox_japanese", heads=("embed_out",))
 _add("biogpt trocr", heads=("output_projection",))
@@ -355,7 +336,8 @@ _add(
 )
 _add("dab-detr", keep=((r"^bbox_predictor\.", TIED),), heads=("model.decoder.bbox_embed",))
 # vision and audio parts that are renamed, or have no name of their own
-_add("hunyuan_vl kimi_k25 qianfan_ocr unlimited_ocr", RENAMED_TOWERS)
+_add("hunyuan_vl kimi_k25 mistral_large4 molmo2", RENAMED_TOWERS)
+_add("nemotron_h_omni qianfan_ocr unlimited_ocr", RENAMED_TOWERS)
 _add("ernie4_5_vl_moe", RENAMED_TOWERS, has_uneven_experts=True)
 _add("inkling2", RENAMED_TOWERS, experts=(INKLING, STANDARD))
 _add("step3p7", RENAMED_TOWERS, experts=(STEP,))
@@ -372,6 +354,7 @@ _add(
 _add("git", linear=r"^output$")
 # experts that are stored one by one
 _add("afmoe axk1 beam cohere2_moe deepseek_ocr2_text deepseek_v2 deepseek_v3 dots1", SINGLE)
+_add("deepseek_v32 glm_moe_dsa mistral_large4_text", SINGLE)
 _add("dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite", SINGLE)
 _add("glm5_next_text hunyuan_v1_moe hy_v3 jamba kimi_linear kolibri1 laguna lfm2_moe", SINGLE)
 _add("mellum mimo_v2_flash olmoe qwen2_moe qwen3_5_moe_text qwen3_next", SINGLE)
@@ -382,7 +365,7 @@ _add("ernie4_5_vl_moe_text longcat_flash", has_uneven_experts=True)
 # experts that authors store as stacks
 _add("diffusion_gemma_text gemma4_text granitemoe_swa mistral4 muse_spark_text zaya", STACKED)
 _add("hy_v4", STACKED, float32=r"(weights_proj|k_norm|^lm_head)$")
-_add("voxtral voxtral_encoder", float32=r"embed_positions$")
+_add("voxtral_encoder", float32=r"embed_positions$")
 _add("openai_privacy_filter", experts=(TRANSPOSED,))
 # load packed in transformers 4 and 5 alike, once they are split
 _add("llama4 llama4_text", LLAMA4)
