@@ -1,7 +1,7 @@
 """Calibrates the weights of one block, stage by stage."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -17,7 +17,6 @@ from nf4conv.calibrate.stages import Stage, Target, find_stages
 from nf4conv.codec.quant_state import DTYPES, QuantState
 from nf4conv.errors import SourceError
 from nf4conv.report.tolerance import FOREIGN_ERROR
-from nf4conv.sources.record import CalibratedBlock
 
 _FARTHEST: Final = 0.95 * FOREIGN_ERROR
 """The relative error that a rounded weight may have. Where few inputs have nearly all the energy,
@@ -27,7 +26,7 @@ rounding moves the weights of the others so far that nobody could tell them from
 
 def calibrate_block(
     block: BlockAtWork, outputs: Mapping[str, torch.Tensor]
-) -> tuple[Tensors, CalibratedBlock]:
+) -> tuple[Tensors, dict[str, Any]]:
     """Rounds the weights of a block; each stage sees what comes out of those before it in 4 bits.
 
     `outputs` holds the mean of g·gᵀ at the outputs of some weights, by the weight's name.
@@ -45,7 +44,7 @@ def calibrate_block(
             name = target.job.name
             chosen.append((target, rounded))
             weights[name] = rounded
-            gains[name] = gain
+            gains[name] = round(gain, 4)
             if few is not None:
                 few_tokens[name] = few
         _put(block, chosen)
@@ -57,7 +56,10 @@ def calibrate_block(
             gains[name] = 1.0
             few_tokens[name] = 0
     tensors = components_of(weights, block.format)
-    return tensors, CalibratedBlock(digest_of_components(tensors), gains, few_tokens)
+    described: dict[str, Any] = {"sha256": digest_of_components(tensors), "gains": gains}
+    if few_tokens:
+        described["few_tokens"] = few_tokens
+    return tensors, described
 
 
 def _rounded(

@@ -10,10 +10,10 @@ writes them copies their components, as it does with those of a source in 4 bits
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -37,7 +37,6 @@ from nf4conv.run.worker import Worker
 from nf4conv.sources.foreign.bitsandbytes import as_written_anew, read_weight
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import Reader, read_bytes
-from nf4conv.sources.record import CalibratedBlock, CalibrationResult
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import CALIBRATED, WORK_FOLDER
 from nf4conv.version import __version__
@@ -73,12 +72,15 @@ def calibrate(
         for number in finished:
             for tensor in read_header(session.kept.file(_name(number))):
                 components[tensor.name] = tensor
-    result = CalibrationResult(made_by, tuple(finished[number] for number in sorted(finished)))
-    return replace(with_calibrated_weights(plan, components), calibrated=result)
+    blocks = [finished[number] for number in sorted(finished)]
+    calibrated = {"made_by": made_by, "blocks": blocks}
+    return replace(with_calibrated_weights(plan, components), calibrated=calibrated)
 
 
-def _calibrate_all(session: Session) -> dict[int, CalibratedBlock]:
-    """Calibrates the blocks that are not finished, and returns what came of all, by number."""
+def _calibrate_all(session: Session) -> dict[int, Any]:
+    """Calibrates the blocks that are not finished, and returns what nf4conv.json says of all, by
+    number.
+    """
     calibration = session.calibration
     finished = {}
     left = []
@@ -87,7 +89,7 @@ def _calibrate_all(session: Session) -> dict[int, CalibratedBlock]:
         if kept is None:
             left.append(number)
         else:
-            finished[number] = CalibratedBlock(**kept[1])
+            finished[number] = kept[1]
     if left:
         if calibration.outputs is not None:
             find_output_moments(session, left)
@@ -104,7 +106,7 @@ def _calibrate_all(session: Session) -> dict[int, CalibratedBlock]:
 
 def _work_on(
     session: Session, number: int, hidden: HiddenStates, calls: list[list[Call]]
-) -> CalibratedBlock | None:
+) -> dict[str, Any] | None:
     """Fills a block, calibrates it unless that has been done or cannot be, and runs it.
 
     Returns what came of calibrating it now.
@@ -126,7 +128,7 @@ def _work_on(
         restore_block(block, kept[0])
     elif block.targets:
         tensors, made = calibrate_block(block, output_moments(session, number))
-        session.kept.write(_name(number), tensors, asdict(made))
+        session.kept.write(_name(number), tensors, made)
     block.run()
     contents.release()
     session.tell(contents.nbytes)

@@ -17,7 +17,7 @@ from nf4conv.sources.record import (
     MAKING,
     group_finder,
     headers_digest,
-    recorded_calibration,
+    recorded_blocks,
     recorded_weights,
 )
 from nf4conv.sources.source import Source
@@ -57,11 +57,11 @@ def check_origin(structure: Structure, source: Source) -> None:
 def _wrong_groups(structure: Structure, record: Mapping[str, Any]) -> Iterator[str]:
     """Yields what groups of weights say that is not so."""
     groups = recorded_weights(record)
-    group_of = group_finder([group.names for group in groups])
+    group_of = group_finder(groups)
     counts = Counter[int | None]()
     for name, weight in structure.weights.items():
         number = group_of(name)
-        said = {} if number is None else groups[number].said
+        said = {} if number is None else groups[number]
         counts[number] += 1
         for field in _OF_FORMAT:
             claimed = said.get(field)
@@ -70,10 +70,9 @@ def _wrong_groups(structure: Structure, record: Mapping[str, Any]) -> Iterator[s
                 yield f"{name}: {field} is {claimed!r:.50}, but it is stored as {stored!r}"
                 return  # one says it: a checkpoint may have thousands
     for number, group in enumerate(groups):
-        claimed = group.said.get("count")
-        if claimed != counts[number]:
-            stored = f"{counts[number]:,}"
-            yield f"group {number + 1} has {claimed!r:.50} weights, but {stored} are there"
+        claimed, stored = group.get("count"), counts[number]
+        if claimed != stored:
+            yield f"group {number + 1} has {claimed!r:.50} weights, but {stored:,} are there"
 
 
 def _wrong_counts(structure: Structure, record: Mapping[str, Any]) -> Iterator[str]:
@@ -101,11 +100,11 @@ def check_calibrated(pairs: Comparison, workers: int) -> None:
     if not unproved:
         return
     blocks = []
-    for block in recorded_calibration(structure.record).blocks:
-        weights = [structure.weights[name] for name in block.gains if name in structure.weights]
-        if weights and len(weights) == len(block.gains):  # what is missing is noted elsewhere
-            blocks.append((block.sha256, weights))
-            unproved.difference_update(block.gains)
+    for expected, names in recorded_blocks(structure.record):
+        weights = [structure.weights[name] for name in names if name in structure.weights]
+        if weights and len(weights) == len(names):  # what is missing is noted elsewhere
+            blocks.append((expected, weights))
+            unproved.difference_update(names)
     with ThreadPoolExecutor(workers) as pool:
         digests = pool.map(_digest, [weights for _, weights in blocks])
         for (expected, weights), digest in zip(blocks, digests, strict=True):

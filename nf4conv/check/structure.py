@@ -18,7 +18,7 @@ from nf4conv.sources.files import find_weights, read_index
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, Severity, check_weight
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_bytes, read_json
-from nf4conv.sources.record import read_record, scales_in
+from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
 
@@ -110,8 +110,8 @@ def read_structure(path: Path) -> Structure:
         files, weight_map = _find_files(structure)
     else:
         raise SourceError(f"{path}: no such file or folder", path=path)
-    structure.record = read_record(path)
-    structure.scales = scales_in(structure.record)
+    structure.record = read_record(structure.folder)
+    structure.scales = recorded_scales(structure.record)
     readable = _read_headers(structure, files)
     if weight_map is not None:
         _check_index(structure, weight_map, readable)

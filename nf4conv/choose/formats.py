@@ -9,7 +9,6 @@ other fault that verify would find is packed anew.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.errors import PlanError
@@ -23,7 +22,7 @@ from nf4conv.sources.foreign.bitsandbytes import (
     as_written_anew,
     check_weight,
 )
-from nf4conv.sources.record import recorded_scales
+from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.tensors import TensorInfo
 
@@ -34,7 +33,7 @@ def choose_format(source: Source, options: QuantizeOptions) -> Format:
     An option that is left open is as in the source, if that is in 4 bits, or else has its default.
     """
     dtype = options.dtype or _dtype_of_source(source)
-    default = _common_format(source.tensors, source.recorded_in)
+    default = _common_format(source)
     if default is None:
         default = Format("nf4", 64, True, dtype)
     double_quant = options.double_quant
@@ -74,15 +73,15 @@ def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:
     return DTYPE_NAMES[max(sizes, key=sizes.__getitem__)]
 
 
-def _common_format(tensors: Iterable[TensorInfo], place: Path) -> Format | None:
+def _common_format(source: Source) -> Format | None:
     """Returns the format in which most elements are packed; None where nothing is in 4 bits.
 
     Its scales are those of most elements in 4 bits.
     """
     elements: Counter[Format] = Counter()
     elements_by_scales: Counter[str] = Counter()
-    scales_of = recorded_scales(place)
-    for tensor in tensors:
+    scales_of = recorded_scales(read_record(source.folder))
+    for tensor in source.tensors:
         encoding = tensor.unmerged.encoding
         if isinstance(encoding, Bitsandbytes4bit):
             elements[encoding.format] += tensor.elements
@@ -137,7 +136,7 @@ def weights_that_stay(
             small_ones = (encoding.quant_map, encoding.nested_quant_map, encoding.quant_state)
             parts += [part for part in small_ones if part is not None]
     small = read_together(source, parts)
-    scales_of = recorded_scales(source.recorded_in)
+    scales_of = recorded_scales(read_record(source.folder))
     found: dict[str, Bitsandbytes4bit | str] = {}
     for tensor, encoding in packed:
         scales = scales_of(encoding.values.name)

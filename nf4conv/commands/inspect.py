@@ -53,7 +53,7 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
     findings: list[Finding] = []
     configs = [source.config or {} for source in sources.values()]
     quantized = (quantization_of(config) for config in configs)
-    records = (read_record(source.recorded_in) for source in sources.values())
+    records = (read_record(source.folder) for source in sources.values())
     for submodel, stored in sources.items():
         source = _with_packed_integers(stored)
         rows, structure = _look_into(source)
@@ -94,7 +94,7 @@ def _look_into(source: Source) -> tuple[list[TensorRow], Structure]:
     """Describes the tensors of a checkpoint, and checks what is in 4 bits by quant states."""
     small = [tensor for tensor in source.tensors if _describes_a_weight(tensor)]
     contents = read_together(source, small)
-    structure = Structure(source.folder, scales=recorded_scales(source.recorded_in))
+    structure = Structure(source.folder, scales=recorded_scales(read_record(source.folder)))
     if contents:
         structure.tensors = {tensor.name: tensor for tensor in source.tensors}
         structure.read = lambda tensor: contents[tensor.name]

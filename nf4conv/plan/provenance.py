@@ -16,7 +16,7 @@ from nf4conv.format.layout import Format, split_component
 from nf4conv.plan.jobs import CopyJob, PackJob, Plan
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, is_in_4_bits
 from nf4conv.sources.opening import present_encoded
-from nf4conv.sources.record import KEPT, PACKED, any_number, recorded_scales
+from nf4conv.sources.record import KEPT, PACKED, any_number, read_record, recorded_scales
 from nf4conv.sources.source import Source
 
 
@@ -66,7 +66,7 @@ def _of_source(source: Source) -> dict[str, Provenance]:
 
     Nothing can be said of a source whose quant states cannot be read.
     """
-    scales_of = recorded_scales(source.recorded_in)
+    scales_of = recorded_scales(read_record(source.folder))
     found = {}
     with suppress(SourceError):
         for tensor in present_encoded(source).tensors:

@@ -27,7 +27,7 @@ from nf4conv.plan.provenance import (
 from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.sources.foreign.floats import Fp8Scales
 from nf4conv.sources.original_card import OriginalCard
-from nf4conv.sources.record import CalibrationResult, record_of
+from nf4conv.sources.record import record_of
 from nf4conv.sources.source import Source
 from nf4conv.version import __version__
 
@@ -83,7 +83,7 @@ class WritingPlan:
         part: the part whose shards `output` holds. None if `output` holds all of them.
         again: makes the same plan in another process. None for the submodel of a pipeline.
         calibration: how weights are calibrated. None if they are not.
-        calibrated: what came of calibrating. None before.
+        calibrated: what came of calibrating, as nf4conv.json says it. None before.
     """
 
     options: WritingOptions
@@ -95,7 +95,7 @@ class WritingPlan:
     part: Part | None = None
     again: Callable[[], Any] | None = None
     calibration: Calibration | None = None
-    calibrated: CalibrationResult | None = None
+    calibrated: Mapping[str, Any] | None = None
 
     @property
     def command(self) -> str:
@@ -183,7 +183,7 @@ class WritingPlan:
         if self.calibration is not None:
             record["calibration"] = self.calibration.described
         if self.calibrated is not None:
-            record["calibrated"] = self.calibrated.described()
+            record["calibrated"] = self.calibrated
         return record
 
     @cached_property

@@ -282,4 +282,4 @@ def _open_file(path: Path) -> Source:
             raise SourceError(
                 f"{path}: one shard of those that {index.name} lists; give the folder", path=path
             )
-    return replace(_describe(folder, folder, (path,), STEMS[0]), is_file=True)
+    return _describe(folder, folder, (path,), STEMS[0])

@@ -6,13 +6,20 @@ It holds no path and no time, so that equal runs write equal bytes.
     command           "quantize" or "dequantize"
     version           of nf4conv
     options           of the command, as they were given; null for what was left open
-    weights           groups of the weights in 4 bits as they are, whatever was asked for (see
-                      `GroupOfWeights`)
+    weights           groups of the weights in 4 bits as they are, whatever was asked for:
+                      "origin" is PACKED or KEPT, "from" what the source has in their place, such
+                      as "bfloat16" or "bitsandbytes nf4+/64" (see `recorded_weights`)
     not_packed        how many other tensors there are of each dtype
     source            id                "org/name@commit", or the name of a folder
                       headers_sha256    of names, dtypes, shapes and places of all tensors
                       samples_sha256    of some bytes of a source on this disk
                       adapters          that were merged into it
+    calibration       with --calibrate: what the model read, texts with their SHA-256, and tokens
+    calibrated        made_by           device and versions
+                      blocks            sha256; gains: the error of each weight's outputs on judging
+                                        windows, relative to the error with searched scales, 1 for
+                                        a weight that keeps these; few_tokens: the number of tokens
+                                        that reached a weight, if these were too few
     verified          with --verify: what was measured
 
 By it, a rerun of a finished job knows that there is nothing left to do. Release 0.1.0 wrote schema
@@ -21,10 +28,8 @@ By it, a rerun of a finished job knows that there is nothing left to do. Release
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -52,30 +57,6 @@ _SAMPLES: Final = 4096  # that are read of all files together, roughly
 _MOST_SAMPLES: Final = 256  # that are read of a file
 _FEWEST_SAMPLES: Final = 8  # that are read of a file
 _SAMPLE: Final = 4096  # bytes of a sample
-
-
-@dataclass(frozen=True)
-class GroupOfWeights:
-    """Describes weights of a checkpoint that were made alike, as nf4conv.json does.
-
-    Attributes:
-        scales: how the blocks were scaled, one of codebook.RECORDED_SCALES.
-        names: their names, in which "*" stands for any number between two dots. None for the group
-            of all weights that no other group names.
-        said: everything that the record says of them, as it stands there: "origin" is PACKED or
-            KEPT, "from" what the source has in their place, such as "bfloat16" or "bitsandbytes
-            nf4+/64".
-    """
-
-    scales: str
-    names: tuple[str, ...] | None
-    said: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        """Returns the number of weights; 0 if the record does not say it."""
-        count = self.said.get("count")
-        return count if type(count) is int else 0
 
 
 def record_of(
@@ -135,12 +116,9 @@ def as_bytes(record: Mapping[str, Any]) -> bytes:
     return f"{text}\n".encode(errors="backslashreplace")  # an escape, in JSON
 
 
-def read_record(place: Path) -> dict[str, Any] | None:
-    """Returns what a checkpoint, a folder or its only file, says about its making; None if there is
-    no record to be read.
-    """
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Returns what a checkpoint says about its making; None if there is no record to be read."""
     try:
-        folder = place.parent if place.is_file() else place
         record = read_json(folder / MAKING, _LARGEST)
     except (OSError, SourceError):
         return None
@@ -149,126 +127,64 @@ def read_record(place: Path) -> dict[str, Any] | None:
     return record if is_record else None
 
 
-def recorded_weights(record: Mapping[str, Any]) -> list[GroupOfWeights]:
-    """Returns the groups of weights that a record describes, whoever wrote it."""
-    described = record.get("weights")
-    if not isinstance(described, list):
-        # schema 1: one choice for all weights
-        scales = _scales_or_absmax(record["options"].get("scales"))
-        return [GroupOfWeights(scales, None)]
+def recorded_weights(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the groups of weights that a record describes, whoever wrote it.
+
+    Whatever else a group says, it has "scales", of codebook.RECORDED_SCALES, and "names", in which
+    "*" stands for any number between two dots; None for the group of all weights that no other
+    group names.
+    """
+    described = record.get("weights", [record["options"]])  # schema 1: one choice for all weights
     groups = []
-    for group in described:
-        if isinstance(group, dict):
-            names = group.get("names")
-            if isinstance(names, list):
-                names = tuple(name for name in names if isinstance(name, str))
-            else:
-                names = None
-            groups.append(GroupOfWeights(_scales_or_absmax(group.get("scales")), names, group))
+    for group in described if isinstance(described, list) else ():
+        if not isinstance(group, dict):
+            continue
+        scales, names = group.get("scales"), group.get("names")
+        scales = scales if scales in RECORDED_SCALES else "absmax"
+        if isinstance(names, list):
+            names = [name for name in names if isinstance(name, str)]
+        else:
+            names = None
+        groups.append({**group, "scales": scales, "names": names})
     return groups
 
 
-@dataclass(frozen=True)
-class CalibratedBlock:
-    """Says what came of the calibrated weights of a block of layers.
-
-    Attributes:
-        sha256: the SHA-256 of all components that decode them, see check/record_check.py.
-        gains: the error of each weight's outputs on judging windows, relative to the error with
-            searched scales; 1 for a weight that keeps the searched scales.
-        few_tokens: the number of tokens that reached a weight, for each weight that too few
-            reached.
+def recorded_blocks(record: Mapping[str, Any] | None) -> list[tuple[str, list[str]]]:
+    """Returns the SHA-256 of each block of calibrated weights, of all components that decode them
+    (check/record_check.py), and the names of these weights; nothing if the record is damaged.
     """
-
-    sha256: str
-    gains: Mapping[str, float]
-    few_tokens: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class CalibrationResult:
-    """Says what came of a calibration: by which device and versions, and of each block.
-
-    A finished calibration also names what the model read: texts with their SHA-256, and tokens.
-    """
-
-    made_by: Mapping[str, str]
-    blocks: tuple[CalibratedBlock, ...]
-    texts: tuple[tuple[str, str], ...] = ()
-    tokens: int = 0
-    knows: str = ""
-
-    def described(self) -> dict[str, Any]:
-        """Returns the fields of nf4conv.json."""
-        blocks = []
-        for block in self.blocks:
-            gains = {name: round(gain, 4) for name, gain in block.gains.items()}
-            described: dict[str, Any] = {"sha256": block.sha256, "gains": gains}
-            if block.few_tokens:
-                described["few_tokens"] = dict(block.few_tokens)
-            blocks.append(described)
-        return {"made_by": dict(self.made_by), "blocks": blocks}
-
-
-def recorded_calibration(record: Mapping[str, Any] | None) -> CalibrationResult:
-    """Returns what a record says of calibrated weights; nothing if it is damaged."""
     try:
-        asked, found = (record or {})["calibration"], (record or {})["calibrated"]
-        blocks = []
-        for block in found["blocks"]:
-            gains = dict(block["gains"])
-            for gain in gains.values():
-                if type(gain) not in (int, float) or not 0 <= gain < math.inf:
-                    raise ValueError(f"a gain of {gain!r}")
-            few_tokens = dict(block.get("few_tokens", {}))
-            blocks.append(CalibratedBlock(str(block["sha256"]), gains, few_tokens))
-        return CalibrationResult(
-            made_by={what: str(which) for what, which in found["made_by"].items()},
-            blocks=tuple(blocks),
-            texts=tuple((str(text["name"]), str(text["sha256"])) for text in asked["texts"]),
-            tokens=int(asked["tokens"]),
-            knows=str(asked["knows"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-        return CalibrationResult({}, ())
+        blocks = (record or {})["calibrated"]["blocks"]
+        return [(block["sha256"], list(block["gains"])) for block in blocks]
+    except (KeyError, TypeError):
+        return []
 
 
-def _scales_or_absmax(scales: object) -> str:
-    return scales if isinstance(scales, str) and scales in RECORDED_SCALES else "absmax"
-
-
-def recorded_scales(place: Path) -> Callable[[str], str]:
+def recorded_scales(record: Mapping[str, Any] | None) -> Callable[[str], str]:
     """Returns a function that tells how a weight was scaled, given its name: "absmax" unless the
-    record of the checkpoint, a folder or its only file, says otherwise.
+    record says otherwise.
     """
-    return scales_in(read_record(place))
-
-
-def scales_in(record: Mapping[str, Any] | None) -> Callable[[str], str]:
-    """Returns a function that tells how a weight was scaled, given its name, by a record."""
     groups = [] if record is None else recorded_weights(record)
-    group_of = group_finder([group.names for group in groups])
+    group_of = group_finder(groups)
 
     def scales_of(name: str) -> str:
         number = group_of(name)
-        return "absmax" if number is None else groups[number].scales
+        return "absmax" if number is None else str(groups[number]["scales"])
 
     return scales_of
 
 
-def group_finder(names: Sequence[Sequence[str] | None]) -> Callable[[str], int | None]:
-    """Returns a function that tells to which group of a record a weight belongs, given its name.
-
-    `names` are those of the weights of each group; None for the group that has all others. The
-    function returns the number of the group, from 0; None for a weight of no group.
+def group_finder(groups: Sequence[Mapping[str, Any]]) -> Callable[[str], int | None]:
+    """Returns a function that tells to which of a record's groups a weight belongs, given its name:
+    the number of the group, from 0; None for a weight of no group.
     """
     others: int | None = None
     number_of: dict[str, int] = {}
-    for number, own in enumerate(names):
-        if own is None:
+    for number, group in enumerate(groups):
+        if group["names"] is None:
             others = number
         else:
-            number_of.update(dict.fromkeys(own, number))
+            number_of.update(dict.fromkeys(group["names"], number))
 
     def find(name: str) -> int | None:
         if name in number_of or not number_of:

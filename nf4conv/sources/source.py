@@ -64,7 +64,6 @@ class Source:
             local source.
         adapters: the adapters that have been merged into it.
         place: the GGUF file that the user named; None for any other source.
-        is_file: True if it is one weight file, whatever lies beside it.
         made: what makes each file beside the weights, in pieces, by its name; None if these are in
             `folder`, and not made of a header.
         card_beside: the model card, if it is not in `folder`: that beside a GGUF file.
@@ -81,7 +80,6 @@ class Source:
     fetched: "Fetched | None" = None
     adapters: tuple[AdapterFiles, ...] = ()
     place: str | None = None
-    is_file: bool = False
     made: Mapping[str, Callable[[], Iterable[bytes]]] | None = None
     card_beside: Path | None = None
 
@@ -124,11 +122,6 @@ class Source:
                 with Path(folder, name).open("wb") as file:
                     file.writelines(make())
             yield Path(folder)
-
-    @property
-    def recorded_in(self) -> Path:
-        """Returns where the record of its making is: its folder, or its only file."""
-        return self.files[0] if self.is_file else self.folder
 
     def __str__(self) -> str:
         if self.place is not None:

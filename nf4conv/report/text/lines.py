@@ -19,7 +19,7 @@ from nf4conv.report.results import (
     grouped,
 )
 from nf4conv.report.text.terminal import count_cell, error_cell, printable, shortened, table
-from nf4conv.sources.record import recorded_calibration, recorded_weights
+from nf4conv.sources.record import recorded_weights
 
 _MOST_LINES: Final = 16  # about what is wrong: with the verdict they fit on a screen
 _MOST_WEIGHTS: Final = 10  # rows of a table
@@ -197,13 +197,13 @@ def _inspection_head(inspection: Inspection) -> Iterator[str]:
 
 def _recorded_weights(made: Mapping[str, Any], packed: int) -> Iterator[str]:
     """Yields what nf4conv.json says of the weights; nothing if it speaks of other weights."""
-    groups = recorded_weights(made)
-    if sum(group.count for group in groups) != packed or not packed:
+    groups = [group for group in recorded_weights(made) if type(group.get("count")) is int]
+    if sum(group["count"] for group in groups) != packed or not packed:
         return
     for group in groups:
-        scales = _SCALES.get(group.scales, group.scales)
-        origin, made_from = group.said.get("origin"), group.said.get("from")
-        yield printable(f"{group.count:,} weights {origin}, from {made_from}, {scales}")
+        scales = _SCALES.get(group["scales"], group["scales"])
+        what = f"{group['count']:,} weights {group.get('origin')}, from {group.get('from')}"
+        yield printable(f"{what}, {scales}")
 
 
 def _quantization_text(config: Mapping[str, Any]) -> str:
@@ -264,21 +264,23 @@ def _calibration_lines(made: Mapping[str, Any]) -> Iterator[str]:
 
     `made` is the content of nf4conv.json, whoever wrote it.
     """
-    found = recorded_calibration(made)
-    gains = [gain for block in found.blocks for gain in block.gains.values()]
-    if not gains or not found.texts:
-        return
-    names = ", ".join(f"{name} ({sha256:.12})" for name, sha256 in found.texts)
-    versions = ", ".join(f"{what} {which}" for what, which in found.made_by.items())
-    yield printable(f"calibrated by {found.tokens:,} tokens of {names}: {versions}")
-    kept = sum(1 for gain in gains if gain == 1)
-    weighted = ""
-    if "outputs" in found.knows:
-        weighted = ", weighted by what predictions depend on,"
-    yield (
-        f"errors of layer outputs{weighted} are {sum(gains) / len(gains):.2f} of those of searched "
-        f"scales on other windows; {kept:,} of {len(gains):,} weights keep the search"
-    )
+    try:
+        asked, found = made["calibration"], made["calibrated"]
+        gains = [gain for block in found["blocks"] for gain in block["gains"].values()]
+        mean = sum(gains) / len(gains)
+        names = ", ".join(f"{text['name']} ({text['sha256']:.12})" for text in asked["texts"])
+        versions = ", ".join(f"{what} {which}" for what, which in found["made_by"].items())
+        yield printable(f"calibrated by {asked['tokens']:,} tokens of {names}: {versions}")
+        kept = sum(1 for gain in gains if gain == 1)
+        weighted = ""
+        if "outputs" in asked["knows"]:
+            weighted = ", weighted by what predictions depend on,"
+        yield (
+            f"errors of layer outputs{weighted} are {mean:.2f} of those of searched scales on "
+            f"other windows; {kept:,} of {len(gains):,} weights keep the search"
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return  # a damaged record says nothing
 
 
 def _worst_weights(rows: Sequence[TensorRow], width: int | None) -> Iterator[str]:
