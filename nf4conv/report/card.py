@@ -28,10 +28,10 @@ from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OWN_TAGS, OriginalCard
 from nf4conv.sources.places import is_repo_id
 from nf4conv.sources.record import KEPT, PACKED, name_of
-from nf4conv.sources.source import AdapterFiles
 from nf4conv.version import __version__
 
 if TYPE_CHECKING:
+    from nf4conv.sources.adapters.adapter import Adapter
     from nf4conv.sources.remote.hub import Origin
 
 HUB: Final = "https://huggingface.co"
@@ -99,7 +99,7 @@ class _Original:
     origin: "Origin | None"  # where it was downloaded from
     base_model: str | None  # its name on the Hub, as far as that is known
     folder: str  # the name of its folder
-    adapters: tuple[AdapterFiles, ...]  # that were merged into it
+    adapters: "tuple[Adapter, ...]"  # that were merged into it
 
     @property
     def short(self) -> str:

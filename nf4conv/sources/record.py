@@ -32,12 +32,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.errors import SourceError, named
 from nf4conv.format.codebook import RECORDED_SCALES
 from nf4conv.sources.reader import each, read_json
-from nf4conv.sources.source import AdapterFiles, Source
+from nf4conv.sources.source import Source
+
+if TYPE_CHECKING:
+    from nf4conv.sources.adapters.adapter import Adapter
 
 MAKING: Final = "nf4conv.json"
 
@@ -101,7 +104,7 @@ def _describe(source: Source) -> dict[str, Any]:
     return described
 
 
-def _describe_adapter(adapter: AdapterFiles) -> dict[str, Any]:
+def _describe_adapter(adapter: "Adapter") -> dict[str, Any]:
     """Returns what tells an adapter from others."""
     if adapter.origin is not None:
         return {"id": str(adapter), "config": adapter.config}

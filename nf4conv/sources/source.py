@@ -17,32 +17,13 @@ from nf4conv.sources.reader import each, read_bytes
 from nf4conv.sources.tensors import TensorInfo
 
 if TYPE_CHECKING:
-    from nf4conv.sources.remote.hub import Fetched, Origin
+    from nf4conv.sources.adapters.adapter import Adapter
+    from nf4conv.sources.remote.hub import Fetched
 
 _LARGEST_GAP: Final = 2**16
 """Bytes between two small tensors that are still read at once: a request to the Hub costs more."""
 
 _LONGEST_READ: Final = 2**22  # bytes that are read at once for several small tensors
-
-
-@dataclass(frozen=True)
-class AdapterFiles:
-    """An adapter of PEFT, as it lies on disk.
-
-    Attributes:
-        place: the adapter as the user gave it.
-        file: the file with its weights.
-        config: the content of adapter_config.json.
-        origin: where it came from on the Hub; None for a folder.
-    """
-
-    place: str
-    file: Path
-    config: Mapping[str, Any]
-    origin: "Origin | None" = None
-
-    def __str__(self) -> str:
-        return self.place if self.origin is None else str(self.origin)
 
 
 @dataclass(frozen=True)
@@ -78,7 +59,7 @@ class Source:
     notes: tuple[str, ...] = ()
     stamps: Mapping[Path, list[int]] = field(default_factory=dict)
     fetched: "Fetched | None" = None
-    adapters: tuple[AdapterFiles, ...] = ()
+    adapters: "tuple[Adapter, ...]" = ()
     place: str | None = None
     made: Mapping[str, Callable[[], Iterable[bytes]]] | None = None
     card_beside: Path | None = None

@@ -31,7 +31,6 @@ from nf4conv.sources.header import read_header
 from nf4conv.sources.pickle_header import read_pickle_header
 from nf4conv.sources.places import is_repo_id
 from nf4conv.sources.reader import read_json
-from nf4conv.sources.source import AdapterFiles
 from nf4conv.sources.tensors import TensorInfo
 
 if TYPE_CHECKING:
@@ -77,16 +76,27 @@ class Targeted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Adapter(AdapterFiles):
+class Adapter:
     """An adapter that can be merged.
 
     Attributes:
+        place: the adapter as the user gave it.
+        file: the file with its weights.
+        config: the content of adapter_config.json.
+        origin: where it came from on the Hub; None for a folder.
         targeted: the modules with LoRA tensors; outer wrappers of a module come first.
         replaced: tensors that are put in the place of others, by the name of those in the model.
     """
 
+    place: str
+    file: Path
+    config: Mapping[str, Any]
+    origin: "Origin | None" = None
     targeted: tuple[Targeted, ...] = ()
     replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.place if self.origin is None else str(self.origin)
 
     def rank(self, path: str) -> int:
         """Returns the rank of a module's factors, by the path of the module or parameter."""

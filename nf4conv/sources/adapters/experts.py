@@ -11,16 +11,17 @@ same, and a merge of these would give a model that runs and is wrong (unsloth#69
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Final, NamedTuple
+from typing import Final
 
 from nf4conv.errors import SourceError
 from nf4conv.models.experts import FUSED, USUAL_NAMES, stack_name
 from nf4conv.models.families import layouts_of
 from nf4conv.models.family_table import GPT_OSS
 from nf4conv.sources.adapters.adapter import Adapter, Targeted
-from nf4conv.sources.adapters.modules import Base, factors_of, misfit
+from nf4conv.sources.adapters.modules import Base, Place, delta_at
 from nf4conv.sources.arranged import LowRankDelta
 from nf4conv.sources.files import ADAPTER_CONFIG
 from nf4conv.sources.tensors import TensorInfo
@@ -30,147 +31,74 @@ _OTHER_NAMES: Final = {usual: other for other, usual in USUAL_NAMES.items()}
 _LONGEST_CARD: Final = 2**20  # bytes of a README that are looked at
 
 
-class _Place(NamedTuple):
-    """A tensor on disk that holds a parameter, or a part of it."""
-
-    tensor: TensorInfo
-    expert: int | None = None  # which expert the tensor is; None if it holds all of them
-    share: int = 0  # which part of the expert's rows it is
-    shares: int = 1  # how many such parts there are
-    is_interleaved: bool = False  # True if rows of the parts alternate in the parameter
-    is_transposed: bool | None = None  # None if shapes, and what is beside it, tell
-
-
 def changes_of_parameters(
     base: Base, adapter: Adapter, module: str, parts: Sequence[Targeted]
 ) -> Iterator[tuple[TensorInfo, LowRankDelta]]:
     """Yields what an adapter does to the parameters of a module, of which the outermost wrapper
-    comes first in `parts`.
+    comes first in `parts` (PEFT: ParamWrapper).
     """
-    leaves = set()
+    found: dict[str, list[Place]] = {}
     for target in adapter.target_parameters:
         leaf = target.rpartition(".")[2]
-        if adapter.targets(f"{module}.{leaf}") and _places_of(base, module, leaf):
-            leaves.add(leaf)
+        if adapter.targets(f"{module}.{leaf}"):
+            found[leaf] = _places_of(base, module, leaf)
+    # PEFT wraps the fused ones first, in this order
+    leaves = [leaf for leaf in (*FUSED, *sorted(found.keys() - FUSED.keys())) if found.get(leaf)]
     if len(leaves) != len(parts):
         raise base.lacks(adapter, module)
-    # PEFT wraps the fused ones first, in this order
-    in_order = [leaf for leaf in FUSED if leaf in leaves] + sorted(leaves - FUSED.keys())
-    for part, leaf in zip(parts, reversed(in_order), strict=True):
-        yield from _changes_of_parameter(base, adapter, part, leaf)
+    for part, leaf in zip(parts, reversed(leaves), strict=True):
+        path = f"{module}.{leaf}"
+        if len(part.tensors) != 2:
+            raise SourceError(
+                f"{adapter.file}: {path}: LoRA of a parameter has lora_A and lora_B, and nothing "
+                f"else",
+                path=adapter.file,
+            )
+        if found[leaf][0].experts > 1 and adapter.rank(path) > 1:
+            _require_rank_major(adapter)
+        for place in found[leaf]:
+            yield place.tensor, delta_at(adapter, part, path, place)
 
 
-def _places_of(base: Base, module: str, leaf: str) -> list[_Place]:
+def _places_of(base: Base, module: str, leaf: str) -> list[Place]:
     """Returns all tensors on disk that hold a parameter; none if the source lacks it."""
-    found = base.find(f"{module}.{leaf}")
-    if found is not None:
-        return [_Place(found)]
-    renamed = _stack_of_another_name(base, module, leaf)
-    if renamed is not None:
-        return [renamed]
-    if leaf in FUSED and base.find(f"{module}.{leaf}s.0.weight") is not None:  # Unsloth's gpt-oss
-        singles = _numbered(base, f"{module}.{leaf}s", "weight")
-        return [_Place(single, expert) for expert, single in enumerate(singles)]
+    stack = base.find(f"{module}.{leaf}")
+    if stack is not None:
+        transposed = _is_stack_transposed(base, module)
+        return [Place(stack, transposed, experts=math.prod(stack.shape[:1]))]
     if leaf not in FUSED:
         return []
-    # rows of gate and up alternate in the parameter
-    of_gpt_oss = any(layout is GPT_OSS for layout in layouts_of(base.config))
-    is_interleaved = leaf == "gate_up_proj" and of_gpt_oss
-    for names in ({}, _OTHER_NAMES):
-        down = names.get("down_proj", "down_proj")
-        if base.find(f"{module}.0.{down}.weight") is None:
+    layouts = layouts_of(base.config)
+    for layout in layouts:  # a stack that is not called on disk what it is in memory
+        for kind in layout.stacks:
+            name = stack_name(module, kind, layout)
+            stack = None if name is None else base.find(name)
+            if kind.projections == FUSED[leaf] and stack is not None and not kind.is_interleaved:
+                return [Place(stack, kind.is_transposed, experts=math.prod(stack.shape[:1]))]
+    names = [f"{module}.{{}}.{projection}.weight" for projection in FUSED[leaf]]
+    others = [f"{module}.{{}}.{_OTHER_NAMES[projection]}.weight" for projection in FUSED[leaf]]
+    for spelled in (names, others, [f"{module}.{leaf}s.{{}}.weight"]):  # the last is Unsloth's
+        found = [list(_numbered(base, name)) for name in spelled]
+        if not all(found):
             continue
+        # rows of gate and up alternate in the parameter of gpt-oss
+        is_interleaved = len(found) > 1 and GPT_OSS in layouts
         places = []
-        shares = len(FUSED[leaf])
-        for share, projection in enumerate(FUSED[leaf]):
-            name = names.get(projection, projection)
-            for expert, single in enumerate(_numbered(base, module, f"{name}.weight")):
-                places.append(_Place(single, expert, share, shares, is_interleaved))
+        for share, singles in enumerate(found):
+            for expert, single in enumerate(singles):
+                place = Place(single, False, len(singles), expert, share, len(found))
+                places.append(place._replace(is_interleaved=is_interleaved))
         return places
     return []
 
 
-def _stack_of_another_name(base: Base, module: str, leaf: str) -> _Place | None:
-    """Returns a stack that is not called on disk what it is in memory; None if there is none."""
-    for layout in layouts_of(base.config):
-        for stack in layout.stacks:
-            if stack.projections != FUSED.get(leaf):
-                continue
-            name = stack_name(module, stack, layout)
-            found = None if name is None else base.find(name)
-            if found is not None and not stack.is_interleaved:
-                return _Place(found, is_transposed=stack.is_transposed)
-    return None
-
-
-def _numbered(base: Base, module: str, name: str) -> Iterator[TensorInfo]:
+def _numbered(base: Base, name: str) -> Iterator[TensorInfo]:
     """Yields the tensors of this name, expert by expert, until there is none."""
     for expert in count():
-        found = base.find(f"{module}.{expert}.{name}")
+        found = base.find(name.format(expert))
         if found is None:
             return
         yield found
-
-
-def _changes_of_parameter(
-    base: Base, adapter: Adapter, part: Targeted, leaf: str
-) -> Iterator[tuple[TensorInfo, LowRankDelta]]:
-    """Yields what is added to the experts that a parameter stacks (PEFT: ParamWrapper)."""
-    path = f"{part.module}.{leaf}"
-    up, down, _ = factors_of(adapter, part)
-    if len(part.tensors) != 2:
-        raise SourceError(
-            f"{adapter.file}: {path}: LoRA of a parameter has lora_A and lora_B, and nothing else",
-            path=adapter.file,
-        )
-    places = _places_of(base, part.module, leaf)
-    first = places[0]
-    if first.expert is None:
-        if len(first.tensor.shape) != 3:
-            raise misfit(adapter, up, first.tensor)
-        experts = first.tensor.shape[0]
-    else:
-        experts = len(places) // first.shares
-    rank = adapter.rank(path)
-    if down.shape[0] != rank * experts or up.shape[1] != rank * experts:
-        more = f" for {experts} experts and the rank {rank} of its config"
-        raise misfit(adapter, down, first.tensor, more)
-    if rank > 1 and experts > 1:
-        _require_rank_major(adapter)
-    for place in places:
-        height = up.shape[0] // place.shares
-        rows = None
-        if place.is_interleaved:
-            rows = (place.share, up.shape[0])
-        elif place.shares > 1:
-            rows = (place.share * height, (place.share + 1) * height)
-        delta = LowRankDelta(
-            up,
-            down,
-            adapter.scale(path),
-            is_transposed=_is_transposed(base, adapter, part, place),
-            rows=rows,
-            row_step=place.shares if place.is_interleaved else 1,
-            experts=experts,
-            expert=place.expert,
-        )
-        yield place.tensor, delta
-
-
-def _is_transposed(base: Base, adapter: Adapter, part: Targeted, place: _Place) -> bool:
-    """Returns True if the matrices at a place are stored as [in, out]; raises a SourceError if they
-    are neither the product of the factors nor that transposed.
-    """
-    up, down, _ = factors_of(adapter, part)
-    made = (up.shape[0] // place.shares, down.shape[1])
-    stored = place.tensor.shape[-2:]
-    if stored not in (made, made[::-1]):
-        raise misfit(adapter, up, place.tensor, f" by way of {list(down.shape)}")
-    if made[0] != made[1]:
-        return stored != made
-    if place.is_transposed is not None:
-        return place.is_transposed
-    return _is_stack_transposed(base, part.module)
 
 
 def _is_stack_transposed(base: Base, module: str) -> bool:
@@ -180,7 +108,7 @@ def _is_stack_transposed(base: Base, module: str) -> bool:
     """
     gate_up = base.find(f"{module}.gate_up_proj")
     down = base.find(f"{module}.down_proj")
-    if gate_up is None or down is None:
+    if gate_up is None or down is None or len(down.shape) != 3:
         return False
     return gate_up.shape[1:] == (down.shape[2], 2 * down.shape[1])
 

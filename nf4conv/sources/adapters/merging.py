@@ -18,12 +18,13 @@ from typing import Final
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
 from nf4conv.format.dtypes import FLOAT_DTYPES
 from nf4conv.models.config import architecture_of
+from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import TEXT_CONFIGS, TIED_HEADS, module_of
 from nf4conv.models.name_patterns import is_embedding
 from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.adapter import Adapter, Targeted, open_adapter
 from nf4conv.sources.adapters.experts import changes_of_parameters
-from nf4conv.sources.adapters.modules import Base, delta_of_module, misfit
+from nf4conv.sources.adapters.modules import Base, Place, delta_at, misfit
 from nf4conv.sources.arranged import LowRankDelta, Merged, Strided
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.source import Source, stamps_of
@@ -67,13 +68,16 @@ class _Merging:
         note = separate_head(self._base, adapter)
         for name, replacement in adapter.replaced.items():
             self._replace(adapter, name, replacement)
+        families = self._base.names.families
         modules: dict[str, list[Targeted]] = {}
         for part in adapter.targeted:
             modules.setdefault(part.module, []).append(part)
         for module, parts in modules.items():
             weight = self._base.find(f"{module}.weight")
             if weight is not None and len(parts) == 1:
-                changes = [(weight, delta_of_module(self._base, adapter, parts[0], weight))]
+                path = f"{module}.weight" if adapter.targets(f"{module}.weight") else module
+                place = Place(weight, is_transposed(module_of(weight.name), families))
+                changes = [(weight, delta_at(adapter, parts[0], path, place))]
             else:  # parts of the module's own parameters
                 changes = list(changes_of_parameters(self._base, adapter, module, parts))
             for tensor, delta in changes:

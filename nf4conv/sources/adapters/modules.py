@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nf4conv.errors import SourceError
-from nf4conv.models.families import is_transposed
-from nf4conv.models.module_names import ModuleNames, module_of
+from nf4conv.models.module_names import ModuleNames
 from nf4conv.sources.adapters.adapter import Adapter, Targeted
 from nf4conv.sources.arranged import LowRankDelta
 from nf4conv.sources.source import Source
@@ -88,16 +87,61 @@ def misfit(adapter: Adapter, tensor: TensorInfo, found: TensorInfo, more: str = 
     return SourceError(f"{adapter.place}: {given} does not go with {expected}{more}")
 
 
-class Factors(NamedTuple):
-    """The two matrices whose product is added to a weight."""
+class Place(NamedTuple):
+    """A tensor on disk: the weight of a module, or its experts, or one of them or a part of it."""
 
-    up: TensorInfo  # [out, rank], lora_B
-    down: TensorInfo  # [rank, in], lora_A
-    is_embedding: bool  # True if an embedding's weight is the product transposed
+    tensor: TensorInfo
+    is_transposed: bool = False  # of a square matrix, whose shape does not tell
+    experts: int = 0  # how many experts the factors stack; 0 if they are those of a single matrix
+    expert: int | None = None  # which expert the tensor is; None if it holds all of them
+    share: int = 0  # which part of the rows it is
+    shares: int = 1  # how many such parts there are
+    is_interleaved: bool = False  # True if rows of the parts alternate in the product
 
 
-def factors_of(adapter: Adapter, part: Targeted) -> Factors:
-    """Returns the factors of a module; raises a SourceError if one is missing, or no matrix."""
+def delta_at(adapter: Adapter, part: Targeted, path: str, place: Place) -> LowRankDelta:
+    """Returns what an adapter adds to a tensor; `path` is that of the module or parameter. Raises a
+    SourceError if the factors or their product do not fit.
+    """
+    tensor = place.tensor
+    up, down, is_embedding = _factors_of(adapter, part)
+    made = (up.shape[0] // place.shares, down.shape[1])
+    is_stack = place.experts > 0 and place.expert is None
+    stored = tensor.shape[1:] if is_stack else tensor.shape
+    if stored != made[::-1] and (is_embedding or stored != made):
+        raise misfit(adapter, up, tensor, f" by way of {list(down.shape)}")
+    is_transposed = stored != made
+    if made[0] == made[1]:
+        is_transposed = is_embedding or place.is_transposed
+    rank = adapter.rank(path)
+    if not down.shape[0] == up.shape[1] == rank * max(place.experts, 1):
+        of_all = f" for {place.experts} experts" if place.experts else ""
+        raise misfit(adapter, down, up, f", nor{of_all} with the rank {rank} of its config")
+    magnitude = part.tensors.get("lora_magnitude_vector")
+    if magnitude is not None and magnitude.elements != up.shape[0]:
+        raise misfit(adapter, magnitude, tensor)
+    rows = None
+    if place.is_interleaved:
+        rows = (place.share, up.shape[0])
+    elif place.shares > 1:
+        rows = (place.share * made[0], (place.share + 1) * made[0])
+    return LowRankDelta(
+        up,
+        down,
+        adapter.scale(path),
+        is_transposed=is_transposed,
+        magnitude=magnitude,
+        rows=rows,
+        row_step=place.shares if place.is_interleaved else 1,
+        experts=place.experts,
+        expert=place.expert,
+    )
+
+
+def _factors_of(adapter: Adapter, part: Targeted) -> tuple[TensorInfo, TensorInfo, bool]:
+    """Returns lora_B, [out, rank], lora_A, [rank, in], and True if they are those of an embedding,
+    whose weight is the product transposed. Raises a SourceError if one is missing, or no matrix.
+    """
     embedding = ("lora_embedding_B", "lora_embedding_A", True)
     linear = ("lora_B.weight", "lora_A.weight", False)
     for up_role, down_role, is_embedding in (embedding, linear):
@@ -105,47 +149,10 @@ def factors_of(adapter: Adapter, part: Targeted) -> Factors:
         down = part.tensors.get(down_role)
         if up is None or down is None:
             continue
-        if len(up.shape) < 2 or len(down.shape) < 2:
+        if len(up.shape) != 2 or len(down.shape) != 2:
             raise misfit(adapter, up, down)
-        return Factors(up, down, is_embedding)
+        return up, down, is_embedding
     raise SourceError(
         f"{adapter.file}: {part.module}: has one of lora_A and lora_B, but not both",
         path=adapter.file,
     )
-
-
-def delta_of_module(
-    base: Base, adapter: Adapter, part: Targeted, weight: TensorInfo
-) -> LowRankDelta:
-    """Returns what an adapter adds to a module's weight."""
-    path = part.module
-    if adapter.targets(f"{part.module}.weight"):
-        path = f"{part.module}.weight"
-    up, down, _ = factors = factors_of(adapter, part)
-    transposed = _is_product_transposed(base, adapter, factors, weight)
-    if down.shape[0] != adapter.rank(path) or up.shape[1] != down.shape[0]:
-        raise misfit(adapter, down, up, f", nor with the rank {adapter.rank(path)} of its config")
-    magnitude = part.tensors.get("lora_magnitude_vector")
-    if magnitude is not None and magnitude.elements != up.shape[0]:
-        raise misfit(adapter, magnitude, weight)
-    return LowRankDelta(up, down, adapter.scale(path), transposed, magnitude)
-
-
-def _is_product_transposed(
-    base: Base, adapter: Adapter, factors: Factors, weight: TensorInfo
-) -> bool:
-    """Returns True if a matrix on disk is the product of its factors transposed; raises a
-    SourceError if it is neither.
-    """
-    up, down, is_embedding = factors
-    if len(up.shape) == len(down.shape) == len(weight.shape) == 2:
-        made = (up.shape[0], down.shape[1])
-        fits = weight.shape == made
-        fits_transposed = weight.shape == made[::-1]
-        if fits_transposed and is_embedding:
-            return True
-        if fits and fits_transposed:  # the shape of a square matrix does not tell
-            return is_transposed(module_of(weight.name), base.names.families)
-        if not is_embedding and (fits or fits_transposed):
-            return fits_transposed
-    raise misfit(adapter, up, weight, f" by way of {list(down.shape)}")
