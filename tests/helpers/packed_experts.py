@@ -272,5 +272,5 @@ def stacks_of(model: Any) -> list[str]:
     return [
         name
         for name, parameter in model.named_parameters()
-        if parameter.dim() == 3 and (".experts." in name or ".block_sparse_moe." in name)
+        if parameter.dim() == 3 and ".experts." in name
     ]

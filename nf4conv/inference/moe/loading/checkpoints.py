@@ -16,12 +16,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from nf4conv.errors import CodecError
-from nf4conv.inference.moe.loading.headers import (
-    OF_GRANITE,
-    PackedNames,
-    is_of_experts,
-    read_packed_names,
-)
+from nf4conv.inference.moe.loading.headers import PackedNames, is_of_experts, read_packed_names
 
 log = logging.getLogger("nf4conv.inference.moe")
 
@@ -212,7 +207,7 @@ def expert_parameters(model: Any) -> list[str]:
     """Returns the names of the 3-D parameters of routed experts."""
     names = []
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 3 and (".experts." in f".{name}" or name.endswith(OF_GRANITE)):
+        if parameter.dim() == 3 and ".experts." in f".{name}":
             names.append(name)
     return names
 

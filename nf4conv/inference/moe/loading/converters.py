@@ -41,8 +41,6 @@ _SINGLE: Final = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "up_proj": ("up_proj",),
     "down_proj": ("down_proj",),
-    "input_linear.weight": ("gate_proj", "up_proj"),
-    "output_linear.weight": ("down_proj",),
 }
 """By the name of a parameter, the projections of single experts that it holds."""
 
@@ -86,35 +84,28 @@ def converters_of_experts(
     names of its 3-D parameters of experts and what is packed in the files.
     """
     made: list[Any] = []
-    places = {_place_of(name) for name in parameters}
+    leaves = {f".{name}".rpartition(".experts.")[2] for name in parameters}
     for converter in conversions:
-        if _makes_experts(converter, places):
+        if _makes_experts(converter, leaves):
             sources = [re.sub(r"\*(?=\.)", r"\\d+", each) for each in converter.source_patterns]
             made.append(_converter(sources, converter, hf_quantizer))
     if names.is_unsloth_gpt_oss:
         made += _of_unsloth_gpt_oss(hf_quantizer)
-    for target in sorted(places):
-        above, _, leaf = target.partition(".")
-        path = "experts" if above == "experts" else rf"{above}\.experts"
-        single = [rf"(?<!\w){path}\.\d+\.{name}\.weight" for name in _SINGLE.get(leaf, ())]
-        for sources in (single, [rf"(?<!\w){above}\.{leaf}"]):
+    for leaf in sorted(leaves):
+        target = f"experts.{leaf}"
+        single = [rf"(?<!\w)experts\.\d+\.{name}\.weight" for name in _SINGLE.get(leaf, ())]
+        for sources in (single, [rf"(?<!\w)experts\.{leaf}"]):
             if sources:
                 made.append(_plain_converter(sources, target, hf_quantizer))
     return made
 
 
-def _place_of(parameter: str) -> str:
-    """Returns how a parameter of experts ends: `experts.` and its name there, or Granite's own."""
-    _, is_below, leaf = f".{parameter}".rpartition(".experts.")
-    return f"experts.{leaf}" if is_below else ".".join(parameter.split(".")[-3:])
-
-
-def _makes_experts(converter: Any, places: set[str]) -> bool:
+def _makes_experts(converter: Any, leaves: set[str]) -> bool:
     """Returns whether a converter of the model makes stacks of routed experts."""
     if not isinstance(converter, WeightConverter):
         return False
     return all(
-        "experts." in target and f"experts.{target.rpartition('experts.')[2]}" in places
+        "experts." in target and target.rpartition("experts.")[2] in leaves
         for target in converter.target_patterns
     )
 

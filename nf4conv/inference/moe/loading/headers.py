@@ -13,12 +13,6 @@ from nf4conv.format.layout import QUANT_STATE_PREFIX, split_component
 AGAIN: Final = "download or quantize the checkpoint again"
 """The advice to users whose checkpoint is incomplete or damaged."""
 
-OF_GRANITE: Final = (
-    "block_sparse_moe.input_linear.weight",
-    "block_sparse_moe.output_linear.weight",
-)
-"""How the stacks of Granite's experts end in files, and in models of transformers before 5.14."""
-
 _NESTED: Final = ("nested_absmax", "nested_quant_map")
 _ONE_OF_EXPERTS: Final = re.compile(r"^(.*?experts)\.(?:(\w+)\.)?(\d+)\.(.+)$")
 _UNSLOTH_GPT_OSS: Final = re.compile(r"experts\.(?:gate_up|down)_projs\.\d+\.")
@@ -72,12 +66,12 @@ def read_packed_names(files: Iterable[str | Path]) -> PackedNames:
 
 
 def is_of_experts(name: str) -> bool:
-    """Returns whether a weight is one of the routed experts'."""
+    """Returns whether a weight is one of the routed experts' ("experts" or "block_sparse_moe")."""
     if "shared_expert" in name:
         return False
     if re.search(r"(?:^|[._])experts?\.", name) or re.search(r"experts?$", name):
         return True
-    return name.endswith(OF_GRANITE)
+    return name.endswith((".input_linear.weight", ".output_linear.weight"))
 
 
 def grouped(names: Iterable[str]) -> dict[str, list[int]]:
