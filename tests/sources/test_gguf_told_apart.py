@@ -5,6 +5,7 @@ tests/sources/test_gguf_aliases.py walks through the classes of the converter.
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,16 @@ def digest_of(family: GgufFamily) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
 
-UNLIKE = ("gemma4_text",)
+UNLIKE = ("gemma4_text", "qwen3_5_text", "qwen3_5_moe_text")
 """Families that are described otherwise since."""
+
+OLD_SIGNS = {
+    ("qwen2", "llama"): "lacks_biases",
+    ("qwen2", "qwen2"): "",
+    ("qwen2vl", "qwen2"): "",
+    ("glm4moe", "glm4_moe"): "",
+}
+"""The signs of cd7b292, where another of two families has one today."""
 
 
 def test_families_are_those_that_were_converted_with_before():
@@ -59,7 +68,8 @@ def test_families_are_those_that_were_converted_with_before():
     for name in architectures():
         for family in families_of(name):
             if not family.needs_config and family.model_type not in UNLIKE:
-                assert digest_of(family) in FROZEN[name], family.model_type
+                told_by = OLD_SIGNS.get((name, family.model_type), family.told_by)
+                assert digest_of(replace(family, told_by=told_by)) in FROZEN[name], family
                 compared += 1
     assert compared > 50
 
@@ -76,7 +86,7 @@ def test_every_function_of_a_step_is_used_by_a_family():
     ("architecture", "sizes", "names", "model_type"),
     [
         ("glm4moe", {"tokenizer.ggml.pre": "solar-open"}, set(), "solar_open"),
-        ("glm4moe", {"leading_dense_block_count": 0}, set(), "glm4_moe"),
+        ("glm4moe", {"leading_dense_block_count": 1}, set(), "glm4_moe"),
         ("mistral3", {"attention.temperature_scale": 0.1}, set(), "ministral3"),
         ("mistral3", {}, set(), "mistral"),
         ("qwen2", {}, {"blk.*.attn_q.weight"}, "llama"),

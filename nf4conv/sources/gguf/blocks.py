@@ -104,13 +104,13 @@ def matrix_of(stack: TensorInfo, index: int) -> TensorInfo:
     return _placed(stack.matrix(index))
 
 
-def rows_of(tensor: TensorInfo, first: int, stop: int) -> TensorInfo:
-    """Returns rows first … stop of a tensor; raises a ValueError if they are no whole blocks."""
+def rows_of(tensor: TensorInfo, first: int, count: int) -> TensorInfo:
+    """Returns some rows of a tensor; raises a ValueError if they are no whole blocks."""
     encoding = tensor.encoding
     block_type = encoding.block_type if isinstance(encoding, GgufBlocks) else "F32"
     if len(tensor.shape) == 1 and block_type not in PLAIN:
         raise ValueError(f"is a vector in blocks of {block_type}")
-    return _placed(tensor.rows(first, stop))
+    return _placed(tensor.rows(first, first + count))
 
 
 def _placed(cut: TensorInfo) -> TensorInfo:

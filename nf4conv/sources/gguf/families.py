@@ -16,12 +16,6 @@ from nf4conv.sources.gguf import completing, joining
 from nf4conv.sources.gguf.header import positive, shortest
 from nf4conv.sources.tensors import TensorInfo
 
-FLAT: Final = "flat"
-"""Vectors that the converter gave more dimensions."""
-
-CHANNELS: Final = "channels"
-"""Convolutions of single channels: [channels, 1, width], which the converter stored without 1."""
-
 _Sizes: TypeAlias = Mapping[str, Any]
 _Names: TypeAlias = Collection[str]
 
@@ -59,8 +53,6 @@ class GgufFamily:
         `sizes` is the metadata without the architecture's name in its keys; `names` are those of
         the tensors, also with `*` for the number of a layer.
         """
-        if self.told_by in _SIGNS:
-            return _SIGNS[self.told_by](sizes, names)
         return not self.told_by or self.told_by in names or bool(sizes.get(self.told_by))
 
 
@@ -141,30 +133,6 @@ def _in_layers(module: str, value: str, layers: str) -> tuple[str, str]:
     if value.startswith("."):
         return f"blk.*.{module}", f"{layers}{value}"
     return module, value
-
-
-# --- signs of a family ----------------------------------------------------------------------------
-
-
-def has_tokens_of_solar(sizes: _Sizes, _names: _Names) -> bool:
-    """Tells Solar Open from GLM-4.5, which always says how many layers have no experts.
-
-    Source: SolarOpenModel, which changes nothing but the tokenizer.
-    """
-    if sizes.get("tokenizer.ggml.pre") == "solar-open":
-        return True
-    return "leading_dense_block_count" not in sizes
-
-
-def lacks_biases(_sizes: _Sizes, names: _Names) -> bool:
-    """Tells KORMo from Qwen2, whose queries always have biases."""
-    return "blk.*.attn_q.weight" in names and "blk.*.attn_q.bias" not in names
-
-
-_SIGNS: Final[Mapping[str, Callable[[_Sizes, _Names], bool]]] = {
-    "has_tokens_of_solar": has_tokens_of_solar,
-    "lacks_biases": lacks_biases,
-}
 
 
 # --- config.json ----------------------------------------------------------------------------------

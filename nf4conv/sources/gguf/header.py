@@ -162,8 +162,8 @@ class _Header:
         for _ in range(pair_count):
             key = self._text()
             metadata[key] = self._value(self._number("I"))
-        records = [self._record() for _ in range(tensor_count)]
-        return metadata, self._placed(records, metadata)
+        tensors = [self._record() for _ in range(tensor_count)]
+        return metadata, self._placed(tensors, metadata)
 
     # --- metadata ------------------------------------------------------------------------------
 
@@ -212,51 +212,43 @@ class _Header:
 
     # --- tensors -------------------------------------------------------------------------------
 
-    def _record(self) -> tuple[str, tuple[int, ...], BlockType, int]:
-        """Reads the record of a tensor: its name, shape, block type and offset."""
+    def _record(self) -> GgufTensor:
+        """Reads the record of a tensor, whose start is counted from the first tensor's."""
         name = self._text()
         check_name(self._path, name)
         dimensions = self._number("I")
         if dimensions > _MOST_DIMENSIONS:
-            raise self._error(f"{name}: has {dimensions} dimensions", name)
-        sizes = [self._number("Q") for _ in range(dimensions)]
+            raise SourceError.about(self._path, name, f"has {dimensions} dimensions")
+        shape = tuple(reversed([self._number("Q") for _ in range(dimensions)]))
         number = self._number("I")
         offset = self._number("Q")
         block_type = BLOCK_TYPES.get(number)
         if block_type is None:
-            raise self._error(f"{name}: is of type {number}, which nf4conv does not decode", name)
-        return name, tuple(reversed(sizes)), block_type, offset
+            what = f"is of type {number}, which nf4conv does not decode"
+            raise SourceError.about(self._path, name, what)
+        if 0 in shape:
+            raise SourceError.about(self._path, name, f"is of shape {list(shape)}, without values")
+        columns = shape[-1] if shape else 1
+        if columns % block_type.values != 0:
+            what = f"rows of {columns} values are no whole number of blocks of {block_type.name}"
+            raise SourceError.about(self._path, name, what)
+        return GgufTensor(name, shape, block_type, self._path, offset)
 
     def _placed(
-        self,
-        records: list[tuple[str, tuple[int, ...], BlockType, int]],
-        metadata: Mapping[str, Any],
+        self, tensors: list[GgufTensor], metadata: Mapping[str, Any]
     ) -> tuple[GgufTensor, ...]:
         """Finds where the tensors' bytes are, and checks that they are in the file."""
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
             raise self._error(f"has an alignment of {alignment!r:.40}")
         data = self.position + -self.position % alignment
-        tensors: dict[str, GgufTensor] = {}
-        for name, shape, block_type, offset in records:
-            if name in tensors:
-                raise self._error(f"{name}: is there twice", name)
-            if 0 in shape:
-                raise self._error(f"{name}: is of shape {list(shape)}, without values", name)
-            columns = shape[-1] if shape else 1
-            if columns % block_type.values != 0:
-                raise self._error(
-                    f"{name}: rows of {columns} values are no whole number of blocks of "
-                    f"{block_type.name}",
-                    name,
-                )
-            tensor = GgufTensor(name, shape, block_type, self._path, data + offset)
-            if tensor.start + tensor.nbytes > self._file.size:
-                raise self._error(
-                    f"{name}: reaches beyond the end of the file; the download is incomplete", name
-                )
-            tensors[name] = tensor
-        return tuple(tensors.values())
+        placed = []
+        for tensor in tensors:
+            if data + tensor.start + tensor.nbytes > self._file.size:
+                what = "reaches beyond the end of the file; the download is incomplete"
+                raise SourceError.about(self._path, tensor.name, what)
+            placed.append(tensor._replace(start=data + tensor.start))
+        return tuple(placed)
 
     # --- bytes ---------------------------------------------------------------------------------
 
@@ -286,5 +278,5 @@ class _Header:
                 raise self._error("is cut off in its header; the download is incomplete")
             self._here += content
 
-    def _error(self, what: str, tensor: str | None = None) -> SourceError:
-        return SourceError(f"{self._path}: {what}", path=self._path, tensor=tensor)
+    def _error(self, what: str) -> SourceError:
+        return SourceError(f"{self._path}: {what}", path=self._path)

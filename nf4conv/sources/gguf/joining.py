@@ -2,13 +2,13 @@
 
 Each function undoes what a class of llama.cpp's converter did, which its docstring names. It gets
 the tensors in the order in which families.toml names them, and the sizes of the metadata by their
-keys without the architecture's name.
+keys without the architecture's name. It raises a ValueError if they do not go together.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from nf4conv.format.gguf import NEGATIVE_EXP, TILED, TRANSPOSED
+from nf4conv.format.gguf import TILED, TRANSPOSED
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.gguf.blocks import matrix_of, rows_of, undone
 from nf4conv.sources.gguf.header import positive
@@ -22,7 +22,6 @@ Sizes: TypeAlias = Mapping[str, Any]
 
 _MOST_GROUPS: Final = 2**16
 """Experts or heads of a layer, many more than any model has."""
-
 
 Stack: TypeAlias = tuple[StackedExperts, tuple[int, ...]]
 """How the parts are put together, and the shape of the whole.
@@ -52,9 +51,7 @@ def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Stack:
 
 def join_rows(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
-    _require(_are_as_wide(parts))
-    rows = sum(part.shape[0] for part in parts)
-    return StackedExperts((tuple(parts),)), (rows, *parts[0].shape[1:])
+    return _rows([parts])
 
 
 def join_latent_heads(parts: Parts, _sizes: Sizes) -> Stack:
@@ -64,15 +61,11 @@ def join_latent_heads(parts: Parts, _sizes: Sizes) -> Stack:
     """
     keys, values = parts
     _require(len(keys.shape) == 3)
-    _require(len(values.shape) == 3)
-    _require(keys.shape[1] == values.shape[2])
     groups = []
     for head in range(_common_count(parts)):
         key = undone(matrix_of(keys, head), TRANSPOSED)
-        groups.append((key, matrix_of(values, head)))
-    rows_of_head = keys.shape[2] + values.shape[1]
-    shape = (len(groups) * rows_of_head, keys.shape[1])
-    return StackedExperts(tuple(groups)), shape
+        groups.append([key, matrix_of(values, head)])
+    return _rows(groups)
 
 
 def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
@@ -82,26 +75,24 @@ def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
     Qwen3NextModel, which takes in_proj_qkvz apart.
     """
     mixed, gates = parts
-    _require(_are_as_wide(parts))
     heads = _size(sizes, "ssm.group_count")
-    keys = heads * _size(sizes, "ssm.state_size")
+    key = _size(sizes, "ssm.state_size")
     values = _size(sizes, "ssm.inner_size")
-    _require(values % heads == 0 and gates.shape[0] == values)
-    _require(mixed.shape[0] == 2 * keys + values)
-    before_values = 2 * keys
-    kinds = (
-        rows_of(mixed, 0, keys),
-        rows_of(mixed, keys, before_values),
-        rows_of(mixed, before_values, before_values + values),
-        gates,
-    )
+    before_values = 2 * heads * key
+    _require(values % heads == 0)
+    _require(mixed.shape[:1] == (before_values + values,))
+    _require(gates.shape[:1] == (values,))
+    value = values // heads
     groups = []
     for head in range(heads):
-        group = tuple(_share(kind, head, heads) for kind in kinds)
+        group = [
+            rows_of(mixed, head * key, key),
+            rows_of(mixed, (heads + head) * key, key),
+            rows_of(mixed, before_values + head * value, value),
+            rows_of(gates, head * value, value),
+        ]
         groups.append(group)
-    rows = mixed.shape[0] + gates.shape[0]
-    width = mixed.shape[1:]
-    return StackedExperts(tuple(groups)), (rows, *width)
+    return _rows(groups)
 
 
 def join_tiled_heads(parts: Parts, sizes: Sizes) -> Stack:
@@ -110,60 +101,28 @@ def join_tiled_heads(parts: Parts, sizes: Sizes) -> Stack:
     Rows of queries and keys may stand before them. Source: _LinearAttentionVReorderBase.
     """
     [tensor] = parts
-    return StackedExperts((_untiled(tensor, sizes, None),)), tensor.shape
-
-
-def join_tiled_states(parts: Parts, sizes: Sizes) -> Stack:
-    """Returns logarithms sorted as by `join_tiled_heads`; the converter stored -exp of them."""
-    [tensor] = parts
-    return StackedExperts((_untiled(tensor, sizes, NEGATIVE_EXP),)), tensor.shape
-
-
-def join_tiled_channels(parts: Parts, sizes: Sizes) -> Stack:
-    """Returns convolutions, [channels, 1, width], sorted as by `join_tiled_heads`."""
-    [tensor] = parts
-    _require(len(tensor.shape) == 2)
-    channels, width = tensor.shape
-    return StackedExperts((_untiled(tensor, sizes, None),)), (channels, 1, width)
+    keys, shared = _heads_of_keys(sizes)
+    rows = tensor.shape[0] if tensor.shape else 0
+    values = keys * shared  # one row for each head
+    if rows != values:
+        values = _size(sizes, "ssm.inner_size")
+    before = rows - values
+    _require(before >= 0 and values % (keys * shared) == 0)
+    size = values // (keys * shared)
+    pieces = [rows_of(tensor, 0, before)] if before else []
+    for key in range(keys):
+        for number in range(shared):
+            first = before + (number * keys + key) * size
+            pieces.append(rows_of(tensor, first, size))
+    return _rows([pieces])
 
 
 def join_tiled_columns(parts: Parts, sizes: Sizes) -> Stack:
     """Returns a matrix whose columns are sorted as `join_tiled_heads` sorts rows."""
     [tensor] = parts
     keys, shared = _heads_of_keys(sizes)
-    heads = keys * shared
-    _require(len(tensor.shape) == 2 and tensor.shape[1] % heads == 0)
-    return StackedExperts(((undone(tensor, TILED, keys, shared),),)), tensor.shape
-
-
-def _untiled(tensor: TensorInfo, sizes: Sizes, change: str | None) -> tuple[TensorInfo, ...]:
-    """Returns the rows of a tensor, those of values sorted by the keys that they share."""
-    keys, shared = _heads_of_keys(sizes)
-    rows = tensor.shape[0] if tensor.shape else 0
-    heads = keys * shared
-    values = heads  # one row for each head
-    if rows != values:
-        values = _size(sizes, "ssm.inner_size")
-    before = rows - values
-    _require(rows > 0 and before >= 0 and values % heads == 0)
-    size = values // heads
-    runs = [(0, before)] if before else []
-    for key in range(keys):
-        for number in range(shared):
-            first = before + (number * keys + key) * size
-            runs.append((first, first + size))
-    pieces = [rows_of(tensor, first, stop) for first, stop in runs]
-    if change is not None:
-        pieces = [undone(piece, change) for piece in pieces]
-    return tuple(pieces)
-
-
-def _heads_of_keys(sizes: Sizes) -> tuple[int, int]:
-    """Returns how many keys linear attention has, and how many values share each of them."""
-    keys = _size(sizes, "ssm.group_count")
-    values = _size(sizes, "ssm.time_step_rank")
-    _require(values % keys == 0 and values <= _MOST_GROUPS)
-    return keys, values // keys
+    _require(len(tensor.shape) == 2 and tensor.shape[1] % (keys * shared) == 0)
+    return _rows([[undone(tensor, TILED, keys, shared)]])
 
 
 def count_matrices(stack: TensorInfo) -> int:
@@ -179,10 +138,17 @@ def _require(fits: bool) -> None:
         raise ValueError("does not go with the others of its layer, or with the metadata")
 
 
-def _are_as_wide(parts: Parts) -> bool:
-    """Returns True if parts are matrices of one width."""
-    widths = {part.shape[1:] for part in parts}
-    return len(widths) == 1 and len(parts[0].shape) == 2
+def _rows(groups: Sequence[Sequence[TensorInfo]]) -> Stack:
+    """Stacks matrices of one width, or vectors, above each other."""
+    widths = set()
+    rows = 0
+    for group in groups:
+        for matrix in group:
+            widths.add(matrix.shape[1:])
+            rows += matrix.shape[0]
+    width = widths.pop()
+    _require(not widths and len(width) < 2)
+    return StackedExperts(tuple(map(tuple, groups))), (rows, *width)
 
 
 def _experts(parts: Parts, *, is_transposed: bool = False, is_interleaved: bool = False) -> Stack:
@@ -200,16 +166,19 @@ def _experts(parts: Parts, *, is_transposed: bool = False, is_interleaved: bool 
     return StackedExperts(tuple(groups), is_transposed, is_interleaved), (len(groups), *matrix)
 
 
-def _common_count(stacks: Sequence[TensorInfo]) -> int:
+def _common_count(stacks: Parts) -> int:
+    """Returns how many matrices each of some stacks has."""
     counts = {count_matrices(stack) for stack in stacks}
     _require(len(counts) == 1)
     return counts.pop()
 
 
-def _share(tensor: TensorInfo, index: int, count: int) -> TensorInfo:
-    """Returns one of `count` equal runs of rows."""
-    rows = tensor.shape[0] // count
-    return rows_of(tensor, index * rows, (index + 1) * rows)
+def _heads_of_keys(sizes: Sizes) -> tuple[int, int]:
+    """Returns how many keys linear attention has, and how many values share each of them."""
+    keys = _size(sizes, "ssm.group_count")
+    values = _size(sizes, "ssm.time_step_rank")
+    _require(values % keys == 0 and values <= _MOST_GROUPS)
+    return keys, values // keys
 
 
 def _size(sizes: Sizes, key: str) -> int:

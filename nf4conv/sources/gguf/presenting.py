@@ -8,7 +8,7 @@ from typing import Any, Final
 from nf4conv.errors import SourceError
 from nf4conv.format.gguf import PLUS_ONE, ROTARY, TRANSPOSED
 from nf4conv.sources.gguf.blocks import as_stored, matrix_of, undone
-from nf4conv.sources.gguf.families import CHANNELS, FLAT, GgufFamily, Join
+from nf4conv.sources.gguf.families import GgufFamily, Join
 from nf4conv.sources.gguf.header import GgufTensor, counts_of, positive
 from nf4conv.sources.gguf.joining import count_matrices
 from nf4conv.sources.tensors import TensorInfo
@@ -38,31 +38,34 @@ def names_of(tensors: Sequence[GgufTensor]) -> set[str]:
 def present(
     tensors: Sequence[GgufTensor], family: GgufFamily, sizes: Mapping[str, Any], dtype: str
 ) -> tuple[TensorInfo, ...]:
-    """Returns the tensors that a checkpoint of transformers would have, in the dtype of a tag."""
+    """Returns the tensors that a checkpoint of transformers would have, in the dtype of a tag.
+
+    Raises a SourceError if the family has no place for a tensor, or its shape does not fit there.
+    """
     joins = {part: join for join in family.joined for part in join.parts}
-    waiting: dict[tuple[Join, str], dict[str, TensorInfo]] = {}
-    found: dict[str, TensorInfo] = {}
-    heads = _heads_of(sizes)
-    for described in tensors:
-        tensor = as_stored(described, dtype)
+    # by the name of what they are joined to or their own pattern, and by their layer
+    units: dict[tuple[str, str], dict[str, TensorInfo]] = {}
+    for tensor in tensors:
         pattern, layer = _pattern_and_layer(tensor.name)
         if tensor.name in _COMPUTED:
             continue
-        if pattern in joins:
-            waiting.setdefault((joins[pattern], layer), {})[pattern] = tensor
-            continue
-        for presented in _presented(tensor, family, heads):
-            _add(found, presented, tensor)
-    for (join, layer), parts in waiting.items():
-        first = next(iter(parts.values()))
-        _add(found, _joined(join, layer, parts, sizes), first)
+        whole = joins[pattern].name if pattern in joins else pattern
+        parts = units.setdefault((whole, layer), {})
+        if pattern in parts:
+            raise SourceError.about(tensor.file, tensor.name, "is there twice")
+        parts[pattern] = as_stored(tensor, dtype)
+    found: dict[str, TensorInfo] = {}
+    for (_, layer), parts in units.items():
+        pattern, first = next(iter(parts.items()))
+        try:
+            for presented in _presented(parts, joins.get(pattern), family, layer, sizes):
+                name = presented.name.replace("*", layer)
+                if name in found:
+                    raise ValueError(f"stands for {name}, which is there twice")
+                found[name] = presented._replace(name=name)
+        except ValueError as error:
+            raise SourceError.about(first.file, first.name, str(error)) from error
     return tuple(found.values())
-
-
-def _add(found: dict[str, TensorInfo], presented: TensorInfo, tensor: TensorInfo) -> None:
-    if presented.name in found:
-        raise _misfit(tensor, f"stands for {presented.name}, which is there twice")
-    found[presented.name] = presented
 
 
 def _heads_of(sizes: Mapping[str, Any]) -> tuple[int, int]:
@@ -97,85 +100,74 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _presented(
-    tensor: TensorInfo, family: GgufFamily, heads: tuple[int, int]
+    parts: Mapping[str, TensorInfo],
+    join: Join | None,
+    family: GgufFamily,
+    layer: str,
+    sizes: Mapping[str, Any],
 ) -> Iterator[TensorInfo]:
-    """Yields what one tensor of the file stands for: itself, or one matrix for each expert."""
-    pattern, layer = _pattern_and_layer(tensor.name)
-    module, ending = _split(pattern)
-    if "#" in family.names.get(module, ""):
-        name = family.names[module].replace("*", layer)
-        yield from _experts(tensor, f"{name}{ending}")
-        return
-    if pattern in family.names:
-        name = family.names[pattern].replace("*", layer)
-    elif module in family.names:
-        name = f"{family.names[module].replace('*', layer)}{ending}"
+    """Yields what one tensor of the file, or several that are joined, stand for: one tensor, or a
+    matrix for each expert; `*` in the names for the number of the layer.
+    """
+    before = {}
+    for pattern, tensor in parts.items():
+        before[pattern] = _unchanged(tensor, pattern, family, sizes)
+    pattern, presented = next(iter(before.items()))
+    if join is None:
+        name = _name_of(pattern, family)
     else:
-        raise _misfit(tensor, f"has no name in {family.architecture}, as far as nf4conv knows")
-    change = family.changed.get(module)
-    if change in (TRANSPOSED, PLUS_ONE) and ending == ".bias":
-        change = None
-    presented = tensor._replace(name=name)
-    if change is not None:
-        presented = _changed(tensor, module, change, heads)._replace(name=name)
-    shape = family.shapes.get(pattern)
-    if shape == CHANNELS and len(tensor.shape) < 2:
-        raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no convolution of channels")
-    yield presented if shape is None else _reshaped(presented, shape)
+        name = join.name
+        for part in join.parts:
+            if part not in parts:
+                raise ValueError(f"goes with {part.replace('*', layer)}, which is missing")
+        encoding, shape = join.put_together([before[part] for part in join.parts], sizes)
+        presented = presented._replace(shape=shape, encoding=encoding)
+    if "#" in name:
+        yield from _experts(presented, name)
+        return
+    *channels, width = presented.shape or (1,)
+    match family.shapes.get(pattern):
+        case "flat":
+            presented = presented._replace(shape=(presented.elements,))
+        case "channels":
+            presented = presented._replace(shape=(math.prod(channels), 1, width))
+    yield presented._replace(name=name)
+
+
+def _name_of(pattern: str, family: GgufFamily) -> str:
+    """Returns the name in transformers, `*` in it for the number of a layer."""
+    module, ending = _split(pattern)
+    if pattern in family.names:
+        return family.names[pattern]
+    if module in family.names:
+        return f"{family.names[module]}{ending}"
+    raise ValueError(f"has no name in {family.architecture}, as far as nf4conv knows")
 
 
 def _experts(stack: TensorInfo, name: str) -> Iterator[TensorInfo]:
     """Yields the matrices of a stack, or its vectors, `#` in the name for their number."""
     dimensions = 3 if stack.name.endswith("_exps.weight") else 2
     if not dimensions <= len(stack.shape) <= 3:
-        raise _misfit(stack, f"is of shape {list(stack.shape)}, and no stack of experts")
-    try:
-        count = count_matrices(stack)
-    except ValueError as error:
-        raise _misfit(stack, str(error)) from error
-    for expert in range(count):
+        raise ValueError(f"is of shape {list(stack.shape)}, and no stack of experts")
+    for expert in range(count_matrices(stack)):
         yield matrix_of(stack, expert)._replace(name=name.replace("#", str(expert)))
 
 
-def _joined(
-    join: Join, layer: str, parts: Mapping[str, TensorInfo], sizes: Mapping[str, Any]
+def _unchanged(
+    tensor: TensorInfo, pattern: str, family: GgufFamily, sizes: Mapping[str, Any]
 ) -> TensorInfo:
-    """Returns a tensor that is several in the file."""
-    first = next(iter(parts.values()))
-    for part in join.parts:
-        if part not in parts:
-            raise _misfit(first, f"goes with {part.replace('*', layer)}, which is missing")
-    tensors = [parts[part] for part in join.parts]
-    try:
-        encoding, shape = join.put_together(tensors, sizes)
-    except ValueError as error:
-        raise _misfit(first, str(error)) from error
-    name = join.name.replace("*", layer)
-    return first._replace(name=name, shape=shape, encoding=encoding)
-
-
-def _changed(tensor: TensorInfo, module: str, change: str, heads: tuple[int, int]) -> TensorInfo:
-    """Returns a tensor that the converter changed, as it was before."""
+    """Returns a tensor as it was before the converter changed it."""
+    module, ending = _split(pattern)
+    change = family.changed.get(module)
+    if change is None or (change in (TRANSPOSED, PLUS_ONE) and ending == ".bias"):
+        return tensor
     if change == TRANSPOSED and len(tensor.shape) != 2:
-        raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no matrix")
+        raise ValueError(f"is of shape {list(tensor.shape)}, and no matrix")
     if change != ROTARY:
         return undone(tensor, change)
-    queries, keys = heads
+    queries, keys = _heads_of(sizes)
     count = keys if module.endswith("attn_k") else queries
     rows = math.prod(tensor.shape[:1])
     if rows % (2 * count) != 0:
-        raise _misfit(tensor, f"has {rows} rows, which do not go with {count} heads")
+        raise ValueError(f"has {rows} rows, which do not go with {count} heads")
     return undone(tensor, change, count)
-
-
-def _reshaped(presented: TensorInfo, shape: str) -> TensorInfo:
-    """Returns a tensor in the shape that transformers gives it."""
-    if shape == FLAT:
-        return presented._replace(shape=(presented.elements,))
-    assert shape == CHANNELS
-    *channels, width = presented.shape
-    return presented._replace(shape=(math.prod(channels), 1, width))
-
-
-def _misfit(tensor: TensorInfo, what: str) -> SourceError:
-    return SourceError.about(tensor.file, tensor.name, what)
