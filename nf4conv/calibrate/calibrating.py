@@ -26,6 +26,7 @@ from nf4conv.calibrate.moments import BlockAtWork
 from nf4conv.calibrate.session import PreparedCalibration, Session
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.errors import Nf4convError
+from nf4conv.format.dtypes import TAGS
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
@@ -152,7 +153,8 @@ def with_calibrated_weights(plan: WritingPlan, components: Mapping[str, TensorIn
         values = components[job.name]
         weight, _ = read_weight(values, parts_of(job.name, components), read_bytes, "calibrated")
         assert weight is not None
-        source = values._replace(dtype=weight.dtype, shape=job.matrix.shape, encoding=weight)
+        tag = TAGS[weight.format.dtype]
+        source = values._replace(dtype=tag, shape=job.matrix.shape, encoding=weight)
         matrix = PackedMatrix(job.name, job.matrix.shape)
         return replace(job, source=source, matrix=matrix, stored=as_written_anew(weight))
 

@@ -255,9 +255,9 @@ def _check_uniform(structure: Structure) -> None:
 
 
 _UNIFORM: Final[Sequence[tuple[str, bool, Callable[[Bitsandbytes4bit], Hashable]]]] = (
-    ("data types", True, lambda weight: weight.quant_type),
+    ("data types", True, lambda weight: weight.format.quant_type),
     ("nestings", True, lambda weight: weight.format.nesting),
-    ("block sizes", False, lambda weight: weight.blocksize),
+    ("block sizes", False, lambda weight: weight.format.blocksize),
     ("storage dtypes", True, lambda weight: weight.values.dtype),
 )
 

@@ -111,7 +111,8 @@ def _copied_from(
     for fault in faults:
         if fault.severity >= Severity.LASTING:
             return f"{fault.check}: {fault.text}"
-    return as_written_anew(replace(encoding, scales=scales))
+    recorded = replace(encoding.format, scales=scales)
+    return as_written_anew(replace(encoding, format=recorded))
 
 
 def weights_that_stay(

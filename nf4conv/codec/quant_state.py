@@ -209,9 +209,9 @@ class QuantState:
             nested_absmax=named.get("nested_absmax"),
             nested_quant_map=named.get("nested_quant_map"),
             shape=fields.shape,
-            dtype=DTYPES[fields.dtype],
-            quant_type=fields.quant_type,
-            blocksize=fields.blocksize,
+            dtype=DTYPES[fields.format.dtype],
+            quant_type=fields.format.quant_type,
+            blocksize=fields.format.blocksize,
             nested_offset=fields.nested_offset,
         )
 

@@ -193,9 +193,7 @@ def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
 class StateFields(NamedTuple):
     """What a JSON blob says that decoding takes."""
 
-    quant_type: str  # of CODEBOOKS
-    blocksize: int  # of BLOCKSIZES
-    dtype: str  # "float32", "float16" or "bfloat16"
+    format: Format  # but for quant_storage and scales, of which it says nothing
     shape: tuple[int, ...]  # of the weight before it was packed
     nested_offset: float | None  # a float32 in float64; None without double quantization
 
@@ -229,10 +227,8 @@ def read_quant_state(
     if any(fault.is_fatal for fault in faults):
         return None, faults
     offset = float(table["nested_offset"]) if is_nested else None
-    fields = StateFields(
-        table["quant_type"], table["blocksize"], table["dtype"], tuple(table["shape"]), offset
-    )
-    return fields, faults
+    format = Format(table["quant_type"], table["blocksize"], is_nested, table["dtype"])
+    return StateFields(format, tuple(table["shape"]), offset), faults
 
 
 def _key_faults(table: Mapping[str, Any], is_nested: bool) -> Iterator[StateFault]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.format.dtypes import DTYPE_BITS
+from nf4conv.format.dtypes import DTYPE_BITS, TAGS
 from nf4conv.format.layout import Component, Format, components
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
@@ -161,7 +161,7 @@ class CopyJob:
         """Returns True if no value that is decoded is too large for the dtype of the output."""
         encoding = self.source.encoding
         if isinstance(encoding, Bitsandbytes4bit):
-            return self.dtype == encoding.dtype
+            return self.dtype == TAGS[encoding.format.dtype]
         if isinstance(encoding, StackedExperts):
             return all(part.dtype == self.dtype for _, part in encoding.parts)
         return self.dtype != "F16"

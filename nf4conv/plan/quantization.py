@@ -66,7 +66,7 @@ def jobs_of(
         )
     if isinstance(stored, Bitsandbytes4bit):
         [matrix] = decision.matrices
-        own = replace(format, dtype=DTYPE_NAMES[tensor.dtype], scales=stored.scales)
+        own = replace(format, dtype=DTYPE_NAMES[tensor.dtype], scales=stored.format.scales)
         return [PackJob(tensor, matrix, "stays as it is", own, stored)]
     if stored is not None:
         reason = f"{reason}, packed anew: {stored}"
@@ -104,7 +104,7 @@ def _notes_on_unchanged(
         return
     unsearched = []
     for name, stored in unchanged.items():
-        if isinstance(stored, Bitsandbytes4bit) and stored.scales != "search":
+        if isinstance(stored, Bitsandbytes4bit) and stored.format.scales != "search":
             unsearched.append(name)
     if unsearched:
         yield (

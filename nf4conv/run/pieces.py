@@ -92,7 +92,7 @@ def located(job: PackJob) -> tuple[TensorInfo, PackedMatrix]:
 def scale_ranges(stored: Bitsandbytes4bit, piece: WeightPiece) -> dict[str, FileRange]:
     """Returns where the scales of a piece are stored, by role."""
     stop = piece.start + piece.elements
-    parts = cut_parts(dict(stored.parts), stored.blocksize, piece.start, stop)
+    parts = cut_parts(dict(stored.parts), stored.format.blocksize, piece.start, stop)
     roles = ("absmax", "nested_absmax")
     return {role: parts[role].file_range for role in roles if role in parts}
 

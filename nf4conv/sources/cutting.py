@@ -38,7 +38,7 @@ def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
     """
     encoding = packed_in_order(tensor)
     assert encoding is not None
-    spans = packed_spans(tensor.elements, encoding.blocksize, most, unit)
+    spans = packed_spans(tensor.elements, encoding.format.blocksize, most, unit)
     if not spans:
         spans.append((0, 0))
     pieces = []

@@ -209,17 +209,6 @@ class Encoding:
         """Returns the tensor that adapters are merged into; None if there are none."""
         return None
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Returns the fields that say how parts are decoded."""
-        found = {}
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            holds_parts = isinstance(value, TensorInfo) or _holds_tensors(value)
-            if field.compare and not holds_parts:
-                found[field.name] = value
-        return found
-
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
         """Returns what decodes a tensor on a GPU; None if only torch does."""
         return None
@@ -258,10 +247,6 @@ def _tensors_in(value: tuple[Any, ...]) -> Iterator[TensorInfo]:
             yield each
         elif type(each) is tuple:
             yield from _tensors_in(each)
-
-
-def _holds_tensors(value: Any) -> bool:
-    return type(value) is tuple and any(True for _ in _tensors_in(value))
 
 
 def cut_rows(part: TensorInfo, first: int, last: int) -> TensorInfo:

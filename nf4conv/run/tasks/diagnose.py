@@ -115,7 +115,7 @@ def _stored_piece(
     for (role, part), raw in zip(parts.items(), raws, strict=True):
         tensors[role] = raw.view(TORCH_DTYPES[part.dtype])
     packed = tensors.pop("values")
-    dtype = TORCH_DTYPES[weight.dtype]
+    dtype = DTYPES[weight.format.dtype]
     return packed, described_state(**tensors, **weight.arguments, dtype=dtype)
 
 
@@ -220,7 +220,7 @@ def _expected_descriptions(
 ) -> dict[str, torch.Tensor]:
     """Returns the code maps and the JSON blob that we write."""
     return {
-        "quant_map": _vector(QUANT_MAPS[weight.quant_type]),
+        "quant_map": _vector(QUANT_MAPS[weight.format.quant_type]),
         "nested_quant_map": _vector(NESTED_QUANT_MAP),
         weight.quant_state_role: _vector(quant_state_json(weight.format, weight.shape, offset)),
     }

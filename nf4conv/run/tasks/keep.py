@@ -62,7 +62,7 @@ def copy_stored_weight(destination: Destination, job: PackJob, piece: int, worke
     for component, offset in zip(job.components, job.offsets, strict=False):
         part = parts.get(component.suffix or "values")
         if part is None:  # the code map, which other tools may have written less precisely
-            destination.write(offset, memoryview(QUANT_MAPS[stored.quant_type]))
+            destination.write(offset, memoryview(QUANT_MAPS[stored.format.quant_type]))
         else:
             is_scale = component.suffix in _SCALES and component.dtype == "F32"
             target = finite if is_scale else destination

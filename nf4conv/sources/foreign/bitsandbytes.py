@@ -7,14 +7,14 @@ format. Those that other tools are known to make are named.
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, ClassVar, Final, NamedTuple
 
 from nf4conv.errors import SourceError
 from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
-from nf4conv.format.dtypes import DTYPE_NAMES, STORAGE_DTYPES, TAGS
+from nf4conv.format.dtypes import STORAGE_DTYPES, TAGS
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, StateFields, block_count
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import module_of
@@ -49,17 +49,11 @@ class Bitsandbytes4bit(Foreign):
     nested_absmax: TensorInfo | None  # None without double quantization
     nested_quant_map: TensorInfo | None  # None without double quantization
     quant_state: TensorInfo | None  # the JSON blob; None if it is not on disk
-    quant_type: str  # "nf4" or "fp4"
-    blocksize: int  # elements that share one absmax
-    dtype: str  # tag of the values before they were packed
-    shape: tuple[int, ...] = field(compare=False)  # of the weight before it was packed
-    # added to the decoded absmax; None without double quantization
-    nested_offset: float | None = field(compare=False)
-    # how the blocks were scaled, one of codebook.RECORDED_SCALES; the files of other tools do not
-    # tell
-    scales: str = field(default="absmax", compare=False)
+    format: Format  # the files of other tools do not tell its scales
+    shape: tuple[int, ...]  # of the weight before it was packed
+    nested_offset: float | None  # added to the decoded absmax; None without double quantization
     # the JSON of the quant state that is to be written, or has no place on disk yet
-    blob: bytes | None = field(default=None, compare=False)
+    blob: bytes | None = None
     # True if the weight was packed as [out, in] for a family that stores its weights as [in, out]
     is_transposed: bool = False
 
@@ -68,13 +62,9 @@ class Bitsandbytes4bit(Foreign):
         return "bitsandbytes 4-bit transposed" if self.is_transposed else "bitsandbytes 4-bit"
 
     @property
-    def double_quant(self) -> bool:
-        return self.nested_absmax is not None
-
-    @property
     def quant_state_role(self) -> str:
         """Returns the suffix of the JSON blob, which names the quant type."""
-        return f"{QUANT_STATE_PREFIX}{self.quant_type}"
+        return f"{QUANT_STATE_PREFIX}{self.format.quant_type}"
 
     @property
     def parts(self) -> Parts:
@@ -88,18 +78,6 @@ class Bitsandbytes4bit(Foreign):
         return f"bitsandbytes {self.format}"
 
     @property
-    def format(self) -> Format:
-        """Returns how the weight is packed."""
-        return Format(
-            self.quant_type,
-            self.blocksize,
-            self.double_quant,
-            DTYPE_NAMES[self.dtype],
-            STORAGE_DTYPES.get(self.values.dtype, "uint8"),
-            self.scales,
-        )
-
-    @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
@@ -107,8 +85,8 @@ class Bitsandbytes4bit(Foreign):
     def arguments(self) -> dict[str, Any]:
         return {
             "shape": self.shape,
-            "quant_type": self.quant_type,
-            "blocksize": self.blocksize,
+            "quant_type": self.format.quant_type,
+            "blocksize": self.format.blocksize,
             "nested_offset": self.nested_offset,
         }
 
@@ -131,17 +109,17 @@ class Bitsandbytes4bit(Foreign):
         if len(shape) == 2 and is_transposed(module_of(tensor.name), siblings.families):
             shape = shape[::-1]
             encoding = replace(encoding, is_transposed=True)
-        return tensor._replace(shape=shape, dtype=encoding.dtype, encoding=encoding)
+        return tensor._replace(shape=shape, dtype=TAGS[encoding.format.dtype], encoding=encoding)
 
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
         if self.is_transposed:
             return None
-        return Kernel("decoder", (self.quant_type, self.blocksize))
+        return Kernel("decoder", (self.format.quant_type, self.format.blocksize))
 
     def rows_together(self, tensor: TensorInfo) -> int | None:
         if self.is_transposed:
             return None
-        together = self.blocksize * NESTED_BLOCKSIZE
+        together = self.format.blocksize * NESTED_BLOCKSIZE
         return together // math.gcd(together, max(tensor.shape[1], 1))
 
     def rows(self, tensor: TensorInfo, start: int, stop: int) -> Encoding:
@@ -150,7 +128,7 @@ class Bitsandbytes4bit(Foreign):
 
     def run(self, start: int, stop: int) -> "Bitsandbytes4bit":
         """Returns the encoding of elements start … stop, multiples of 256 blocks or the end."""
-        cut = cut_parts(dict(self.parts), self.blocksize, start, stop)
+        cut = cut_parts(dict(self.parts), self.format.blocksize, start, stop)
         return replace(
             self,
             values=cut["values"],
@@ -165,7 +143,7 @@ class Bitsandbytes4bit(Foreign):
     def matrix(self, tensor: TensorInfo, index: int) -> Encoding:
         """Returns a matrix of a stack as a run of what is decoded: groups cross its borders."""
         size = math.prod(tensor.shape[1:])
-        together = self.blocksize * NESTED_BLOCKSIZE
+        together = self.format.blocksize * NESTED_BLOCKSIZE
         start = index * size
         first = start - start % together
         last = min(start + size + -(start + size) % together, tensor.elements)
@@ -295,19 +273,17 @@ def described_weight(
     values: TensorInfo, components: Mapping[str, TensorInfo], fields: StateFields, scales: str
 ) -> Bitsandbytes4bit:
     """Returns a weight of which all is known; its quant state need not be among the components."""
+    storage = STORAGE_DTYPES.get(values.dtype, "uint8")
     return Bitsandbytes4bit(
         values=values,
         absmax=components["absmax"],
         quant_map=components.get("quant_map"),
         nested_absmax=components.get("nested_absmax"),
         nested_quant_map=components.get("nested_quant_map"),
-        quant_state=components.get(f"{QUANT_STATE_PREFIX}{fields.quant_type}"),
-        quant_type=fields.quant_type,
-        blocksize=fields.blocksize,
-        dtype=TAGS[fields.dtype],
+        quant_state=components.get(f"{QUANT_STATE_PREFIX}{fields.format.quant_type}"),
+        format=replace(fields.format, quant_storage=storage, scales=scales),
         shape=fields.shape,
         nested_offset=fields.nested_offset,
-        scales=scales,
     )
 
 
@@ -363,8 +339,8 @@ def _read_state(
         faults.append(WeightFault("quant state", blob, fault.text, severity))
     if fields is None:
         return None, faults
-    if suffix != f"{QUANT_STATE_PREFIX}{fields.quant_type}":
-        text = f"says {fields.quant_type} inside"
+    if suffix != f"{QUANT_STATE_PREFIX}{fields.format.quant_type}":
+        text = f"says {fields.format.quant_type} inside"
         faults.append(WeightFault("quant state", blob, text, Severity.FATAL))
     # the mean of absmax, or of searched scales
     offset = fields.nested_offset or 0.0

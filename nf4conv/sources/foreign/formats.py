@@ -6,7 +6,7 @@ in notes and records. CONTRIBUTING.md shows how a format is added.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Final, NamedTuple
 
 from nf4conv.errors import SourceError
@@ -149,7 +149,12 @@ class Foreign(Encoding):
     @property
     def arguments(self) -> dict[str, Any]:
         """Returns what the decoder takes beside the parts and a dtype."""
-        return self.settings
+        found = {}
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if not isinstance(value, TensorInfo):
+                found[each.name] = value
+        return found
 
     @property
     def sizes(self) -> Sizes:

@@ -164,7 +164,7 @@ def _measure(
         table = code_table("dynamic", weight.device)
         offset = torch.tensor(stored.nested_offset, dtype=torch.float32, device=weight.device)
     form = (format.quant_type, format.blocksize)
-    decoding = Decoding(absmax, *form, nested, table, offset, stored.scales)
+    decoding = Decoding(absmax, *form, nested, table, offset, stored.format.scales)
     sums = backend(weight.device).error_sums(weight, codes, decoding)
     return piece_errors(sums)
 
