@@ -18,7 +18,7 @@ from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_decoded
 from nf4conv.run.worker import Worker
 from nf4conv.sources.cutting import encoded_pieces, packed_pieces
 from nf4conv.sources.foreign.bitsandbytes import read_weight
-from nf4conv.sources.foreign.floats import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.sources.foreign.floats import Fp4, Scaled
 from nf4conv.sources.foreign.integers import Awq, CompressedIntegers, Gptq, PackedIntegers
 from nf4conv.sources.reader import Reader, read_bytes
 from nf4conv.sources.tensors import TensorInfo
@@ -75,7 +75,7 @@ CASES = {
         {"values": (F8, (3, 100, 64)), "scale": (F32, ())},
     ),
     "8-bit rows": (
-        Bitsandbytes8bit,
+        partial(Scaled, by_127=True),
         (300, 64),
         {"values": (I8, (300, 64)), "scale": (F32, (300,))},
     ),

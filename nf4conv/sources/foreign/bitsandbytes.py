@@ -19,7 +19,8 @@ from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, StateFields, block
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.arranged import Excerpt
-from nf4conv.sources.foreign.formats import Foreign, SiblingTensors
+from nf4conv.sources.foreign.formats import Foreign, Part, SiblingTensors
+from nf4conv.sources.foreign.formats import part as described
 from nf4conv.sources.tensors import Encoding, Kernel, Parts, TensorInfo, cut_elements
 
 _CLOSE: Final = 2**-8
@@ -41,6 +42,9 @@ class Bitsandbytes4bit(Foreign):
     The roles of the parts beside "values" are the suffixes of the components.
     """
 
+    layout: ClassVar[Mapping[str, Part]] = {
+        "values": described("", f"I8 {' '.join(STORAGE_DTYPES)}:")
+    }
     decoder: ClassVar[str] = "nf4conv.codec.ops:decode_packed"
 
     values: TensorInfo  # the packed codes, in the dtype of quant_storage; named as the weight

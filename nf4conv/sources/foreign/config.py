@@ -66,15 +66,14 @@ _CLASSES_OF_TORCHAO: Final = (
 
 _IS_CLASS_OF_TORCHAO: Final = re.compile(r"\w+Config|\w+_weight_only|\w+_weight")
 
-_KINDS_OF_QUARK: Final = (
-    "fp8_e4m3 per_tensor", "fp8_e4m3 per_channel", "fp8_e4m3 per_block",
-    "fp8_e5m2 per_tensor", "fp8_e5m2 per_channel", "fp8_e5m2 per_block",
-    "int8 per_tensor", "int8 per_channel", "fp4 per_group",
-)  # fmt: skip
-"""The kinds of weights of AMD's Quark that are decoded: dtype and qscheme."""
-
-_AXES_OF_QUARK: Final = {"per_channel": (0, None), "per_group": (1, -1, None)}
-"""The values of ch_axis that are decoded: scales of rows, and of groups of their columns."""
+_OF_QUARK: Final[Mapping[str, tuple[tuple[str, ...], tuple[int | None, ...]]]] = {
+    "per_tensor": (("fp8_e4m3", "fp8_e5m2", "int8"), ()),
+    "per_channel": (("fp8_e4m3", "fp8_e5m2", "int8"), (0, None)),
+    "per_block": (("fp8_e4m3", "fp8_e5m2"), ()),
+    "per_group": (("fp4",), (1, -1, None)),
+}
+"""The weights of AMD's Quark that are decoded: dtypes and values of ch_axis by qscheme; no values
+where they do not matter."""
 
 _NOT_OF_WEIGHTS: Final = (
     "input_activations", "output_activations", "kv_cache_scheme",  # of compressed-tensors
@@ -180,30 +179,29 @@ def _refused(method: str, found: Mapping[str, Any]) -> Iterator[str]:
         yield from _refused_of_torchao(found)
     if method == "quark":
         yield from _refused_of_quark(found)
-    if method in _PACKINGS and _packing(method, found) is None:
-        yield f"words of {_named_packing(method, found)!r:.40}"
-
-
-def _named_packing(method: str, found: Mapping[str, Any]) -> str:
-    """Returns what a description calls how words lie."""
-    if method == "auto-round":
-        return str(found.get("packing_format") or found.get("backend") or "auto").lower()
-    if found.get("is_marlin_format") is True:
-        return "marlin"
-    named = [found.get(key) for key in ("checkpoint_format", "version", "format")]
-    texts = [name.lower() for name in named if isinstance(name, str)]
-    return texts[0] if texts else next(iter(_PACKINGS[method]))
 
 
 def _packing(method: str, found: Mapping[str, Any]) -> str | None:
-    """Returns how words lie; None if the description does not say, or names another way."""
-    if method not in _PACKINGS:
+    """Returns how words lie; None for methods without any. Raises an UndecodableError if the
+    description names another way.
+    """
+    known = _PACKINGS.get(method)
+    if known is None:
         return None
-    named = _named_packing(method, found)
-    family, _, rest = named.partition(":")
-    if method == "auto-round" and family in ("auto_round", "autoround"):
-        named = rest.partition(":")[0]
-    return _PACKINGS[method].get(named)
+    if method == "auto-round":
+        words = str(found.get("packing_format") or found.get("backend") or "auto").lower()
+        family, _, rest = words.partition(":")
+        if family in ("auto_round", "autoround"):
+            words = rest.partition(":")[0]
+    elif found.get("is_marlin_format") is True:
+        words = "marlin"
+    else:
+        named = [found.get(key) for key in ("checkpoint_format", "version", "format")]
+        texts = [text.lower() for text in named if isinstance(text, str)]
+        words = texts[0] if texts else next(iter(known))
+    if words not in known:
+        raise _undecodable(f"quant_method {method}, words of {words!r:.40}")
+    return known[words]
 
 
 def _refused_of_auto_round(found: Mapping[str, Any]) -> Iterator[str]:
@@ -246,13 +244,13 @@ def _refused_of_quark(found: Mapping[str, Any]) -> Iterator[str]:
         scheme = node.get("qscheme")
         if scheme is None:
             continue
-        kind = f"{node.get('dtype')} {scheme}"
-        axis = node.get("ch_axis")
-        if kind not in _KINDS_OF_QUARK or axis not in _AXES_OF_QUARK.get(str(scheme), (axis,)):
+        dtypes, axes = _OF_QUARK.get(str(scheme), ((), ()))
+        if node.get("dtype") not in dtypes or (axes and node.get("ch_axis") not in axes):
+            kind = f"{node.get('dtype')} {scheme}"
             yield f"weights in {kind:.40}"
         # other scales of FP4 are no powers of two
         scales = node.get("scale_format")
-        if kind == "fp4 per_group" and scales not in ("e8m0", "float32", None):
+        if scheme == "per_group" and scales not in ("e8m0", "float32", None):
             yield f"scale_format {scales!r:.40}"
 
 

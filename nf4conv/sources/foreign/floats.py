@@ -44,6 +44,7 @@ class Fp4(Foreign):
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "U8 I8: out in/2"),
         "scale": part(_SCALES, *_FORMS_OF_SCALES),
+        "multiplier": part("_scale_2", f"{FLOATS}:", f"{FLOATS}: 1", optional=True),
     }
     decoder: ClassVar[str] = "nf4conv.codec.decode.floats:decode_fp4"
     made_from: ClassVar[str] = "fp4 (e2m1)"
@@ -99,7 +100,6 @@ class GptOss(Fp4):
     __slots__ = ()
 
     stored = "_blocks"
-    only_in = "U8"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "U8: experts out groups 16"),
         "scale": part("_scales", "U8: experts out groups"),
@@ -123,7 +123,6 @@ class CompressedFp4(Fp4):
     __slots__ = ()
 
     stored = "_packed"
-    only_in = "U8"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "U8: out in/2"),
         "scale": part("_scale", *_FORMS_OF_SCALES),
@@ -140,36 +139,27 @@ class PlainFp4(Fp4):
 
     __slots__ = ()
 
-    only_in = "U8 I8"
-    layout: ClassVar[Mapping[str, Part]] = {
-        "values": part("", "U8 I8: out in/2"),
-        "scale": part(_SCALES, *_FORMS_OF_SCALES),
-        "multiplier": part("_scale_2", f"{FLOATS}:", f"{FLOATS}: 1", optional=True),
-    }
-
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
-        if tensor.name.endswith("_packed"):
-            return False
         scale = siblings.part_of(tensor.name, _SCALES.split())
         if scale is None:
             return False
-        kinds = (tensor.dtype, scale.dtype)
-        is_of_quark = siblings.description.method == "quark" and kinds == ("U8", "U8")
-        has_multiplier = tensor.dtype == "U8" and f"{tensor.name}_scale_2" in siblings.by_name
-        known = (("U8", "F8_E4M3"), ("I8", "F8_E8M0"))
-        return kinds in known or is_of_quark or has_multiplier
+        known = [("U8", "F8_E4M3"), ("I8", "F8_E8M0")]
+        if siblings.description.method == "quark":
+            known.append(("U8", "U8"))
+        return (tensor.dtype, scale.dtype) in known
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled(Foreign):
-    """8-bit values times scales that blocks of them share, or without any: FP8, MXFP8, INT8.
+    """8-bit values times scales that blocks of them share, or without any: FP8, MXFP8, INT8, and
+    those of LLM.int8().
 
     Fields of torchao's tensors are named as in its prototype/safetensors/safetensors_support.py.
     """
 
     decoder: ClassVar[str] = "nf4conv.codec.decode.floats:decode_scaled"
-    only_in: ClassVar[str] = "F8_E4M3 F8_E5M2 I8"
+    layout: ClassVar[Mapping[str, Part]] = {"values": part("", "F8_E4M3 F8_E5M2 I8:")}
 
     values: TensorInfo  # [..., rows, columns]
     # one for all, one for each row, one for each block, or any shape that broadcasts against the
@@ -177,9 +167,12 @@ class Scaled(Foreign):
     scale: TensorInfo | None = None
     block: tuple[int, int] | None = None  # (rows, columns) that share a scale; None if shapes tell
     zero: TensorInfo | None = None  # I8: what is subtracted before; as many as scales, or None
+    by_127: bool = False  # True if products are divided by 127, as those of LLM.int8() are
 
     @property
     def name(self) -> str:
+        if self.by_127:
+            return "int8 rows"
         return f"{_BYTES[self.values.dtype]}, {self._sharing()}"
 
     def _sharing(self) -> str:
@@ -196,12 +189,30 @@ class Scaled(Foreign):
 
     @property
     def made_from(self) -> str:
+        if self.by_127:
+            return "bitsandbytes int8"
         return self.name if self.values.dtype == "I8" else self.values.made_from
 
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
-        if self.zero is not None:
+        values, scale = self.values, self.scale
+        tag = "F32" if scale is None else scale.dtype
+        has_kernel = self.zero is None and tag in ("F32", "F16", "BF16", *POWERS_OF_TWO)
+        if len(values.shape) != 2 or not has_kernel:
             return None
-        return _kernel(self.values, self.scale, self.block, by_127=False)
+        rows, columns = values.shape
+        # how far it is from the scale of one row, and of one column, to the next
+        row_step, column_step = 0, 0
+        if scale is not None and scale.elements > 1:
+            height, width = scale.shape if len(scale.shape) == 2 else (scale.elements, 1)
+            row_step = 0 if height == 1 else width
+            column_step = 0 if width == 1 else 1
+        return Kernel(
+            maker="scaled_decoder",
+            details=(values.dtype, tag, self.block or (1, 1), self.by_127, columns % 16 == 0),
+            pointers=("values", "scale"),
+            shape=(rows, columns),
+            numbers=(row_step, column_step),
+        )
 
     @classmethod
     def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
@@ -291,53 +302,17 @@ def _matrix_of(part: TensorInfo, stack: TensorInfo, index: int) -> TensorInfo:
     return part
 
 
-def _kernel(
-    values: TensorInfo, scale: TensorInfo | None, block: Block | None, *, by_127: bool
-) -> Kernel | None:
-    """Returns what decodes a matrix of bytes with scales; by_127 divides products by 127."""
-    tag = "F32" if scale is None else scale.dtype
-    if len(values.shape) != 2 or tag not in ("F32", "F16", "BF16", "U8", "F8_E8M0"):
-        return None
-    rows, columns = values.shape
-    # how far it is from the scale of one row, and of one column, to the next
-    row_step, column_step = 0, 0
-    if scale is not None and scale.elements > 1:
-        height, width = scale.shape if len(scale.shape) == 2 else (scale.elements, 1)
-        row_step = 0 if height == 1 else width
-        column_step = 0 if width == 1 else 1
-    return Kernel(
-        maker="scaled_decoder",
-        details=(values.dtype, tag, block or (1, 1), by_127, columns % 16 == 0),
-        pointers=("values", "scale"),
-        shape=(rows, columns),
-        numbers=(row_step, column_step),
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class Bitsandbytes8bit(Foreign):
     """A weight of bitsandbytes' LLM.int8(): each row was scaled to a largest magnitude of 127."""
 
-    stored: ClassVar[str] = "weight"
-    weight: ClassVar[str] = "weight"
-    only_in: ClassVar[str] = "I8"
+    __slots__ = ()
+
+    stored = "weight"
+    weight = "weight"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "I8: out in"),
         "scale": part("SCB", f"{FLOATS}: out", f"{FLOATS}: out 1"),
     }
-    decoder: ClassVar[str] = "nf4conv.codec.decode.floats:decode_scaled"
-    name: ClassVar[str] = "int8 rows"
-    made_from: ClassVar[str] = "bitsandbytes int8"
-
-    values: TensorInfo
-    scale: TensorInfo  # the largest magnitudes
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"block": None, "by_127": True}
-
-    def kernel(self, tensor: TensorInfo) -> Kernel | None:
-        return _kernel(self.values, self.scale, None, by_127=True)
 
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
@@ -347,6 +322,10 @@ class Bitsandbytes8bit(Foreign):
         if order is not None and any(siblings.read(order)):
             raise misfit(siblings.by_name[f"{stem}SCB"], order)  # a layout for one kind of GPU
         return True
+
+    @classmethod
+    def made_of(cls, parts: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> Foreign:
+        return Scaled(parts["values"], parts["scale"], by_127=True)
 
 
 # --- MXFP4 that is to be stored as FP8: two tensors, each decoded as any other, but to 8 bits ---

@@ -135,8 +135,8 @@ class Foreign(Encoding):
     method: ClassVar[str | None] = None  # quant_method of the configs that it needs; None for any
     stored: ClassVar[str] = ""  # how the name of the values ends
     weight: ClassVar[str] = ""  # how the name of the weight ends instead
-    only_in: ClassVar[str] = ""  # the dtypes of values, if tensors of others are no values
-    layout: ClassVar[Mapping[str, Part]]  # "values" and the other parts, by role
+    # "values" and the other parts, by role; tensors in other dtypes are no values
+    layout: ClassVar[Mapping[str, Part]]
     decoder: ClassVar[str]  # "module:function", which takes parts, `arguments` and a torch dtype
     has_dtype_of_scales: ClassVar[bool] = False  # True if the weight has, unless it is float32
 

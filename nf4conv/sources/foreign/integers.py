@@ -175,14 +175,6 @@ class Awq(PackedIntegers):
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
         return siblings.description.packing == "AWQ"
 
-    @classmethod
-    def settings_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
-    ) -> dict[str, Any]:
-        if sizes["in"] % sizes["groups"] != 0:
-            raise misfit(parts["values"], parts["scale"])
-        return super().settings_of(parts, sizes, description)
-
 
 class CompressedIntegers(PackedIntegers):
     """pack-quantized of compressed-tensors: a stream of codes for each row.
@@ -194,7 +186,6 @@ class CompressedIntegers(PackedIntegers):
 
     packing = "compressed-tensors"
     stored = "_packed"
-    only_in = "I32"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "I32: out words(in)"),
         "scale": part("_scale", f"{FLOATS}: out groups", f"{FLOATS}: out"),

@@ -11,7 +11,6 @@ from functools import lru_cache, partial
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
-from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.models.families import families_of
@@ -129,14 +128,12 @@ def _formats_of(
     end: str, dtype: str, method: str | None, has_states: bool
 ) -> tuple[type[Foreign], ...]:
     """Returns the formats of a method whose values may have such a dtype, and names that end so."""
-    formats = FORMATS if has_states else [kind for kind in FORMATS if kind is not Bitsandbytes4bit]
-    if dtype in FLOAT_TAGS:  # they hold codes only for FSDP
-        formats = [kind for kind in formats if kind is Bitsandbytes4bit]
     found = []
-    for kind in formats:
+    for kind in FORMATS:
         has_name = end.endswith(kind.stored) or kind.stored.endswith(end)
-        has_dtype = not kind.only_in or dtype in kind.only_in.split()
-        if has_name and has_dtype and kind.method in (None, method):
+        has_dtype = any(dtype in form.dtypes for form in kind.layout["values"].forms)
+        is_possible = has_states if kind is Bitsandbytes4bit else kind.method in (None, method)
+        if has_name and has_dtype and is_possible:
             found.append(kind)
     return tuple(found)
 
