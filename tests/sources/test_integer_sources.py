@@ -477,7 +477,7 @@ def cut(part: torch.Tensor) -> torch.Tensor:
             {"weight_g_idx": lambda _: torch.zeros(127, dtype=torch.int32)},
             "weight_packed: I32 .* does not go with .*weight_g_idx",
         ),
-        (gptq, GPTQ, {"qweight": lambda part: part.to(torch.int64)}, "qweight: I64 .*scales"),
+        (gptq, GPTQ, {"qweight": lambda part: part.to(torch.int64)}, "qweight: part of a weight"),
         (
             gptq,
             GPTQ,
