@@ -511,7 +511,7 @@ def test_what_does_not_fit_is_refused(
         (AWQ | {"backend": "llm-awq"}, "llm-awq"),
         (AWQ | {"pack_method": "order"}, "pack_method 'order'"),
         (AWQ | {"pack_method": "reorder", "zero_point": False}, "awq, pack_method 'reorder'"),
-        (AUTO_ROUND | {"packing_format": "auto_round:mlx"}, "words of 'auto_round:mlx'"),
+        (AUTO_ROUND | {"packing_format": "auto_round:mlx"}, "words of 'mlx'"),
         (AUTO_ROUND | {"data_type": "mx_int"}, "data_type 'mx_int'"),
         (AUTO_ROUND | {"packing_format": "auto_round", "act_bits": 8}, "act_bits 8"),
         (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type 'mx_fp'"),
