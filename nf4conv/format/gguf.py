@@ -12,34 +12,55 @@ class BlockType(NamedTuple):
     """A type.
 
     Attributes:
+        number: of ggml_type.
         name: as llama.cpp spells it.
         values: how many values a block has.
         size: bytes of a block.
     """
 
+    number: int
     name: str
     values: int
     size: int
 
 
-_DTYPES: Final = {
-    0: BlockType("F32", 1, 4),
-    1: BlockType("F16", 1, 2),
-    30: BlockType("BF16", 1, 2),
-}
+_TYPES: Final = (
+    BlockType(0, "F32", 1, 4),
+    BlockType(1, "F16", 1, 2),
+    BlockType(30, "BF16", 1, 2),
+    BlockType(2, "Q4_0", 32, 18),
+    BlockType(3, "Q4_1", 32, 20),
+    BlockType(6, "Q5_0", 32, 22),
+    BlockType(7, "Q5_1", 32, 24),
+    BlockType(8, "Q8_0", 32, 34),
+    BlockType(10, "Q2_K", 256, 84),
+    BlockType(11, "Q3_K", 256, 110),
+    BlockType(12, "Q4_K", 256, 144),
+    BlockType(13, "Q5_K", 256, 176),
+    BlockType(14, "Q6_K", 256, 210),
+    BlockType(16, "IQ2_XXS", 256, 66),
+    BlockType(17, "IQ2_XS", 256, 74),
+    BlockType(18, "IQ3_XXS", 256, 98),
+    BlockType(19, "IQ1_S", 256, 50),
+    BlockType(20, "IQ4_NL", 32, 18),
+    BlockType(21, "IQ3_S", 256, 110),
+    BlockType(22, "IQ2_S", 256, 82),
+    BlockType(23, "IQ4_XS", 256, 136),
+    BlockType(29, "IQ1_M", 256, 56),
+    BlockType(34, "TQ1_0", 256, 54),
+    BlockType(35, "TQ2_0", 256, 66),
+    BlockType(39, "MXFP4", 32, 17),
+    BlockType(40, "NVFP4", 64, 36),
+)
 
-_COMMON: Final = {
-    2: BlockType("Q4_0", 32, 18),
-    3: BlockType("Q4_1", 32, 20),
-    6: BlockType("Q5_0", 32, 22),
-    7: BlockType("Q5_1", 32, 24),
-    8: BlockType("Q8_0", 32, 34),
-    10: BlockType("Q2_K", 256, 84),
-    11: BlockType("Q3_K", 256, 110),
-    12: BlockType("Q4_K", 256, 144),
-    13: BlockType("Q5_K", 256, 176),
-    14: BlockType("Q6_K", 256, 210),
-}
+BLOCK_TYPES: Final = {block_type.number: block_type for block_type in _TYPES}
+"""The types of weights that are decoded; a test compares them with the package `gguf`."""
+
+BY_NAME: Final = {block_type.name: block_type for block_type in _TYPES}
+"""The same types by their names."""
+
+PLAIN: Final = ("F32", "F16", "BF16")
+"""Types that are dtypes."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +114,12 @@ class Layout:  # no tuple, which Triton would take apart
     group: int = 0
 
 
-_WITHOUT_GROUPS: Final = {
+LAYOUTS: Final = {
     "Q4_0": Layout(0, Fields(2, 4, 16), center=8),
     "Q4_1": Layout(0, Fields(4, 4, 16), has_minimum=True),
     "Q5_0": Layout(0, Fields(6, 4, 16), Fields(2, 1, 1), center=16),
     "Q5_1": Layout(0, Fields(8, 4, 16), Fields(4, 1, 1), has_minimum=True),
     "Q8_0": Layout(0, Fields(2, 8, 32)),
-}
-
-_WITH_GROUPS: Final = {
     "Q2_K": Layout(80, Fields(16, 2, 32), has_minimum=True, kind=NIBBLES, first=0, group=16),
     "Q3_K": Layout(
         108, Fields(32, 2, 32), Fields(0, 1, 32), center=4, kind=SPLIT, first=96, group=16
@@ -114,42 +132,9 @@ _WITH_GROUPS: Final = {
         208, Fields(0, 4, 64), Fields(128, 2, 32), center=32, kind=SIGNED, first=192, group=16
     ),
 }
-
-LAYOUTS: Final = {**_WITHOUT_GROUPS, **_WITH_GROUPS}
 """The layouts of the types that nf4conv decodes itself, by ggml-common.h and ggml-quants.c in
-llama.cpp.
+llama.cpp. The package `gguf` decodes the others, which few files have, on a CPU.
 """
-
-_RARE: Final = {
-    16: BlockType("IQ2_XXS", 256, 66),
-    17: BlockType("IQ2_XS", 256, 74),
-    18: BlockType("IQ3_XXS", 256, 98),
-    19: BlockType("IQ1_S", 256, 50),
-    20: BlockType("IQ4_NL", 32, 18),
-    21: BlockType("IQ3_S", 256, 110),
-    22: BlockType("IQ2_S", 256, 82),
-    23: BlockType("IQ4_XS", 256, 136),
-    29: BlockType("IQ1_M", 256, 56),
-    34: BlockType("TQ1_0", 256, 54),
-    35: BlockType("TQ2_0", 256, 66),
-    39: BlockType("MXFP4", 32, 17),
-    40: BlockType("NVFP4", 64, 36),
-}
-
-BLOCK_TYPES: Final = {**_DTYPES, **_COMMON, **_RARE}
-"""The types of weights that are decoded; a test compares them with the package `gguf`."""
-
-RARE: Final = tuple(block_type.name for block_type in _RARE.values())
-"""Types that few files have. The package `gguf` decodes them, on a CPU."""
-
-PLAIN: Final = ("F32", "F16", "BF16")
-"""Types that are dtypes."""
-
-BY_NAME: Final = {block_type.name: block_type for block_type in BLOCK_TYPES.values()}
-"""The same types by their names."""
-
-NUMBERS: Final = {block_type.name: number for number, block_type in BLOCK_TYPES.items()}
-"""The number of each of these types by its name."""
 
 # What llama.cpp's converter does to weights of some modules, and reading a file has to undo.
 

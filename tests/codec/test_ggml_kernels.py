@@ -18,7 +18,7 @@ from test_two_engines import gpu as gpu
 import nf4conv
 from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.codec.kernels.ahead import ggml_decoder
-from nf4conv.format.gguf import BY_NAME, LAYOUTS, NUMBERS, PLAIN
+from nf4conv.format.gguf import BY_NAME, LAYOUTS, PLAIN
 from nf4conv.run.device.on_driver.device import DriverBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -33,7 +33,7 @@ def test_every_type(block_type: str):
     )
     for dtype in DTYPES if block_type in ("Q4_K", "Q8_0") else [torch.float32]:
         expected = decode_ggml(raw, block_type, dtype)
-        codec = ggml_decoder(DEVICE, dtype, NUMBERS[block_type], None)
+        codec = ggml_decoder(DEVICE, dtype, BY_NAME[block_type].number, None)
         found = by_kernel(codec, (raw,), expected.shape, raw.shape[1], 1)
         same_bits(found, expected)
         assert expected.unique().numel() > 100

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nf4conv.format.gguf import BY_NAME, NUMBERS, PLAIN
+from nf4conv.format.gguf import BY_NAME, PLAIN
 
 SCALES = {
     "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
@@ -79,7 +79,7 @@ def stored(shape: tuple[int, ...], block_type: str, generator: torch.Generator) 
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[block_type]
         values = torch.randn(shape, generator=generator).to(dtype)
         return values.contiguous().view(torch.uint8).numpy().tobytes()
-    _, count, size = BY_NAME[block_type]
+    _, _, count, size = BY_NAME[block_type]
     blocks = torch.randint(0, 256, (torch.Size(shape).numel() // count, size), generator=generator)
     blocks = blocks.to(torch.uint8)
     scale = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
@@ -142,7 +142,7 @@ def write_gguf(
         sizes = (claimed or {}).get(name, shape)
         head += text(name) + struct.pack("<I", len(sizes))
         head += struct.pack(f"<{len(sizes)}Q", *reversed(sizes))
-        head += struct.pack("<IQ", NUMBERS[block_type], place)
+        head += struct.pack("<IQ", BY_NAME[block_type].number, place)
         if shape not in made or not are_alike:
             content = stored(shape, block_type, generator)
             made[shape] = content + b"\0" * (-len(content) % 32)

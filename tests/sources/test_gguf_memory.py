@@ -17,7 +17,7 @@ import pytest
 from gguf_files import LLAMA, text, value
 from test_memory import LIVE, PROGRAM, write_source
 
-from nf4conv.format.gguf import BY_NAME, NUMBERS
+from nf4conv.format.gguf import BY_NAME
 
 TOKENS = 128_256
 MERGES = 280_147  # those of Llama 3
@@ -35,11 +35,11 @@ METADATA: dict[str, Any] = {
 
 def write_zeros(path: Path, head: bytes, block_type: str) -> Path:
     """A file whose blocks are zero, which take no room on the disk."""
-    _, values, size = BY_NAME[block_type]
+    _, _, values, size = BY_NAME[block_type]
     place = 0
     for name, shape in SHAPES.items():
         head += text(name) + struct.pack("<IQQ", 2, *reversed(shape))
-        head += struct.pack("<IQ", NUMBERS[block_type], place)
+        head += struct.pack("<IQ", BY_NAME[block_type].number, place)
         place += math.prod(shape) // values * size
     head += bytes(-len(head) % 32)
     with path.open("wb") as file:

@@ -15,7 +15,6 @@ from nf4conv.format.gguf import (
     LAYOUTS,
     NEGATIVE_EXP,
     NIBBLES,
-    NUMBERS,
     PLUS_ONE,
     ROTARY,
     SIGNED,
@@ -31,8 +30,7 @@ def decode_ggml(values: torch.Tensor, block_type: str, dtype: torch.dtype) -> to
     """Decodes rows of blocks, [..., bytes] uint8, of a type of llama.cpp to [..., values] `dtype`,
     to which float32 values are rounded once. Rows are whole blocks.
     """
-    number = NUMBERS[block_type]
-    _, values_of_block, size = BY_NAME[block_type]
+    number, _, values_of_block, size = BY_NAME[block_type]
     columns = values.shape[-1] // size * values_of_block
     blocks = values.reshape(-1, size)
     out = torch.empty((len(blocks), values_of_block), dtype=dtype, device=values.device)

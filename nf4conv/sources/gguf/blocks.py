@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
-from nf4conv.format.gguf import BY_NAME, NUMBERS, PLAIN, PLUS_ONE, RARE, ROTARY, TRANSPOSED
+from nf4conv.format.gguf import BY_NAME, LAYOUTS, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
 from nf4conv.sources.gguf.header import GgufTensor
 from nf4conv.sources.tensors import Encoding, Kernel, TensorInfo, cut_rows
 
@@ -42,16 +42,16 @@ class GgufBlocks(Encoding):
         """Returns what decodes a tensor; each element of a bias that was moved is a row."""
         values = self.values
         is_column = self.changed == ROTARY and len(values.shape) == 1
-        if self.block_type in RARE or self.changed not in _UNDONE:
+        # a block holds values of several rows of a column
+        is_decoded = self.block_type in PLAIN or (self.block_type in LAYOUTS and not is_column)
+        if not is_decoded or self.changed not in _UNDONE:
             return None
-        if is_column and self.block_type not in PLAIN:
-            return None  # a block holds values of several rows
         rows = values.shape[0] if is_column else math.prod(values.shape[:-1])
         row_bytes = values.nbytes // max(rows, 1)
-        _, values_of_block, size = BY_NAME[self.block_type]
+        number, _, values_of_block, size = BY_NAME[self.block_type]
         return Kernel(
             maker="ggml_decoder",
-            details=(NUMBERS[self.block_type], self.changed),
+            details=(number, self.changed),
             pointers=("values",),
             shape=(rows, row_bytes // size * values_of_block),
             numbers=(row_bytes, self.heads),

@@ -3,14 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.dtypes import TAGS
-from nf4conv.format.gguf import PLAIN, RARE
+from nf4conv.format.gguf import LAYOUTS, PLAIN
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.files import STEMS, is_file, require_own
 from nf4conv.sources.gguf.families import GgufFamily, architectures, config_of, families_of
@@ -64,27 +63,26 @@ def open_gguf(
     family = _family(path, sizes, names, config)
     dtype = _dtype_of(tensors, config or {})
     presented = present(tensors, family, sizes, dtype)
+    notes = [_note_on_types(tensors), *_notes_on_tower(path, sizes, beside)]
+    folder = borrowed
+    made = None
+    if folder is None:
+        folder = path / path.stem
+        config = config_of(sizes, names, family, presented, dtype)
+        made = tokenizer_files(metadata)
+        notes.append(_note_on_metadata(tensors, has_tokenizer=made is not None))
     number = {file: number for number, file in enumerate(files)}
-    folder = path / path.stem if borrowed is None else borrowed
-    opened = Source(
+    return Source(
         folder=folder,
         root=folder,
         files=tuple(files),
         tensors=tuple(sorted(presented, key=lambda one: (number[one.file], one.start))),
         config=config,
         stem=STEMS[0],
-        notes=(_note_on_types(tensors), *_notes_on_tower(path, sizes, beside)),
+        notes=tuple(notes),
         stamps=stamps,
         place=str(path),
         card_beside=card_beside(files[0]),
-    )
-    if borrowed is not None:
-        return opened
-    made = tokenizer_files(metadata)
-    return replace(
-        opened,
-        config=config_of(sizes, names, family, presented, dtype),
-        notes=(*opened.notes, _note_on_metadata(tensors, has_tokenizer=made is not None)),
         made=made or {},
     )
 
@@ -174,12 +172,12 @@ def _family(
 def _check_types(tensors: Sequence[GgufTensor]) -> None:
     """Refuses types that only the package `gguf` decodes, where it is not installed."""
     for tensor in tensors:
-        if tensor.block_type.name in RARE and find_spec("gguf") is None:
-            raise UndecodableError(
-                f"{tensor.file}: {tensor.name}: is in {tensor.block_type.name}, which llama.cpp's "
-                f"own package decodes: pip install 'nf4conv[gguf]'",
-                path=tensor.file,
-                tensor=tensor.name,
+        name = tensor.block_type.name
+        if name not in (*PLAIN, *LAYOUTS) and find_spec("gguf") is None:
+            raise UndecodableError.about(
+                tensor.file,
+                tensor.name,
+                f"is in {name}, which llama.cpp's own package decodes: pip install 'nf4conv[gguf]'",
             )
 
 

@@ -37,7 +37,7 @@ def constants(number: int, changed: str | None) -> tuple[int, Layout | None, int
     """Returns the constexprs of the kernel, in their order, for a block type's number in ggml.h and
     what llama.cpp's converter did: ROTARY or PLUS_ONE of format/gguf.py, or None.
     """
-    name, values, size = BLOCK_TYPES[number]
+    _, name, values, size = BLOCK_TYPES[number]
     return number, LAYOUTS.get(name), values, size, changed == ROTARY, changed == PLUS_ONE
 
 
