@@ -69,8 +69,8 @@ def open_gguf(
     if folder is None:
         folder = path / path.stem
         config = config_of(sizes, names, family, presented, dtype)
-        made = tokenizer_files(metadata)
-        notes.append(_note_on_metadata(tensors, has_tokenizer=made is not None))
+        made = tokenizer_files(metadata) or {}
+        notes.append(_note_on_metadata(tensors, has_tokenizer=bool(made)))
     number = {file: number for number, file in enumerate(files)}
     return Source(
         folder=folder,
@@ -83,7 +83,7 @@ def open_gguf(
         stamps=stamps,
         place=str(path),
         card_beside=card_beside(files[0]),
-        made=made or {},
+        made=made,
     )
 
 
