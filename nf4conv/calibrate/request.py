@@ -30,7 +30,7 @@ def plan_calibrated(source: Source, options: QuantizeOptions) -> WritingPlan:
         raise PlanError(
             f"{source}: --calibrate is for models of transformers; --scales search needs no text"
         )
-    if source.fetched is not None and source.fetched.absent:
+    if source.absent:
         raise PlanError(
             "--calibrate reads each weight twice, so it does not go with --stream; leave --stream "
             "out to download the model first"

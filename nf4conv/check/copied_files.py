@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from nf4conv.check.structure import Structure
 from nf4conv.errors import SourceError
-from nf4conv.sources.files import is_file
 from nf4conv.sources.reader import digest_of, read_json
 from nf4conv.sources.source import Source
 
@@ -28,7 +27,7 @@ def check_copied_files(structure: Structure, source: Source) -> None:
     with source.whole_folder() as folder:
         if structure.record is not None:
             check_files(structure, folder, names)
-        elif is_file(folder / _TOKENIZER) and is_file(structure.folder / _TOKENIZER):
+        elif (folder / _TOKENIZER).is_file() and (structure.folder / _TOKENIZER).is_file():
             _check_vocabulary(structure, folder / _TOKENIZER, structure.folder / _TOKENIZER)
 
 
@@ -36,7 +35,7 @@ def check_files(structure: Structure, source: Path, names: Iterable[PurePosixPat
     """Notes every file of a folder of ours that is not the one it was copied from."""
     for name in names:
         copy = structure.folder / name
-        if not is_file(copy):
+        if not copy.is_file():
             text = "is missing; the source has it"
             structure.note(CHECK, str(name), "", text, is_fault=structure.exact)
         elif not _are_equal(source / name, copy):

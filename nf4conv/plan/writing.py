@@ -251,7 +251,5 @@ def plan_unchanged(source: Source, options: WritingOptions) -> WritingPlan:
 
 def _bytes_streamed(source: Source) -> int:
     """Returns the most bytes that files take which are fetched while they are needed."""
-    if source.fetched is None:
-        return 0
-    sizes = sorted(file.size for file in source.fetched.absent.values())
+    sizes = sorted(file.size for file in source.absent.values())
     return sum(sizes[-2:])  # one file in use, one on its way

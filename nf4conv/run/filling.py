@@ -152,8 +152,7 @@ class Filling:
         """
         self._count_finished()
         shards = self._shard_tasks(writers, reader)
-        fetched = self.plan.source.fetched
-        if fetched is None or not fetched.absent:
+        if not self.plan.source.absent:
             return (task.run for task in interleave(shards, _SHARDS_AT_A_TIME))
         return _streamed(shards, cast("ShardStream", reader))
 
@@ -229,8 +228,7 @@ def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
     others = [shard for shard in plan.whole.shards if shard.name not in mine]
     needed = source_files(unfinished) - source_files(others)
     return ShardStream(
-        fetched.repository,
-        fetched.absent,
+        fetched,
         order={file: number for number, file in enumerate(plan.source.files)},
         needed=needed & fetched.absent.keys(),
         folder=folder.downloads,

@@ -25,7 +25,6 @@ from nf4conv.format.units import size
 from nf4conv.options import MachineOptions
 from nf4conv.run.worker import Activity, Backend, Worker
 from nf4conv.sources.reader import Reader
-from nf4conv.sources.source import Source
 from nf4conv.system.background import Background, outlast
 from nf4conv.system.machine import usable_cores
 
@@ -158,15 +157,3 @@ def piece_size(buffer_size: int, workers: int) -> int:
     """
     piece = min(buffer_size // workers, LARGEST_PIECE)
     return max(piece - piece % 2**16, 2**16)
-
-
-def open_reader(source: Source | None) -> Reader:
-    """Opens a reader of local files, and by ranges of those of a source that are on the Hub."""
-    fetched = None if source is None else source.fetched
-    if fetched is None or not fetched.absent:
-        return Reader()
-    from nf4conv.sources.remote.stream import (
-        RemoteReader,  # importing huggingface_hub takes a while
-    )
-
-    return RemoteReader(fetched.repository, fetched.absent)

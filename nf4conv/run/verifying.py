@@ -13,7 +13,7 @@ from nf4conv.plan.jobs import PackJob
 from nf4conv.report.measured import Measured, TensorDifference, WeightResult
 from nf4conv.run.comparing import compare
 from nf4conv.run.device.choice import open_device, open_torch, require_device
-from nf4conv.run.loop import make_pipeline, open_reader
+from nf4conv.run.loop import make_pipeline
 from nf4conv.run.tasks.prove import Proof, checkpoint_proof, is_kept, prove_kept_weight
 from nf4conv.run.tasks.scan import count_improper_scales, count_not_finite
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
@@ -33,7 +33,7 @@ def verify_values(
     if pairs.alone:
         device, not_finite = count_not_finite(pairs.alone, run, progress)
         return Measured(device, {}, {}, not_finite)
-    with open_reader(pairs.source) as reader:
+    with Reader(pairs.source.absent if pairs.source else None) as reader:
         if pairs.alike:
             device, copies = compare(pairs.alike, run, progress, reader)
             return Measured(device, {}, copies)

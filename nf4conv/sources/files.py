@@ -11,7 +11,6 @@ CACHE/models--org--name/blobs/HASH.
 """
 
 import re
-import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
@@ -225,20 +224,6 @@ def _is_chosen_below(path: PurePosixPath, *, has_modules: bool) -> bool:
 
 
 # --- files of the folder itself, and links --------------------------------------------------------
-
-
-def is_file(path: Path) -> bool:
-    """Returns True if there is a regular file, or a link to one.
-
-    Raises an OSError if the folder may not be entered, or the name is too long; Path.is_file of
-    Python 3.14 returns False then.
-    """
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except ValueError:  # a name with a zero byte
-        return False
 
 
 def require_own(path: Path, root: Path) -> Path:

@@ -20,7 +20,6 @@ from nf4conv.sources.files import (
     PICKLE_SUFFIXES,
     STEMS,
     find_weights,
-    is_file,
     no_model,
     read_index,
     require_own,
@@ -108,7 +107,7 @@ def _open(source: str, where: SourceOptions) -> Source:
     """Opens whatever is at a place: a file, a folder, or a repository of the Hub."""
     path = Path(source)
     try:
-        if is_file(path):
+        if path.is_file():
             if path.suffix == ".gguf":
                 return open_gguf(path, _folder_of_config(where))
             return _open_file(path)
@@ -152,7 +151,7 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     for name, file in files.items():
         if file in absent:
             continue
-        if not is_file(file):
+        if not file.is_file():
             raise SourceError(
                 f"{folder / weights.name}: the shard {name} is missing; the download is incomplete",
                 path=file,
@@ -178,7 +177,7 @@ def _describe(
         folder=folder,
         root=root,
         files=files,
-        tensors=_read_headers(files, {} if fetched is None else fetched.remote_bytes()),
+        tensors=_read_headers(files, {} if fetched is None else fetched.absent),
         config=read_json(require_own(config, root)) if config.is_file() else None,
         stem=stem,
         stamps=stamps,
@@ -235,7 +234,7 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
     """Opens a GGUF file of a folder or a repository."""
     if place.is_dir():
         file = place / (where.subfolder or "") / name
-        if not is_file(file):
+        if not file.is_file():
             raise SourceError(f"{file}: no such file", path=file)
         return open_gguf(require_own(file, place), _folder_of_config(where))
     if not is_repo_id(str(place)):
@@ -244,7 +243,7 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
 
     file, fetched = fetch_gguf(str(place), name, where)
     beside = tuple(fetched.repository.files)
-    opened = open_gguf(file, _folder_of_config(where), fetched.remote_bytes(), beside)
+    opened = open_gguf(file, _folder_of_config(where), fetched.absent, beside)
     fetched = replace(fetched, folder=opened.folder)
     card = opened.card_beside
     if card is None:  # the repository has one for all its folders

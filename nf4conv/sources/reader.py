@@ -13,11 +13,12 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from nf4conv.errors import PlanError, SourceError, first_line, named
 from nf4conv.sources.tensors import TensorInfo
@@ -66,6 +67,14 @@ def each(find: Callable[[ItemT], FoundT], items: Iterable[ItemT]) -> list[FoundT
         return [*found, *pool.map(find, left)]
 
 
+@dataclass(frozen=True)
+class FileBytes:
+    """A file, which may be on the Hub."""
+
+    size: int
+    read: Callable[[int, int], bytes]  # bytes start … stop
+
+
 class _OpenFile:
     """An open file.
 
@@ -98,12 +107,13 @@ class _OpenFile:
 
 
 class Reader:
-    """Reads byte ranges of source files into the caller's buffers.
+    """Reads byte ranges of source files into the caller's buffers; of `absent` files, from the Hub.
 
     Threads may share it. The files that were read last stay open. Use it as a context manager.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, absent: Mapping[Path, FileBytes] | None = None) -> None:
+        self._absent = absent or {}
         self._files: OrderedDict[Path, _OpenFile] = OrderedDict()  # those read last are last
         self._lock = threading.Lock()
         # its threads start when there is work
@@ -111,6 +121,10 @@ class Reader:
 
     def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
         """Fills `buffer` with the bytes of `path` from `start` on."""
+        if path in self._absent:
+            if len(buffer):
+                buffer[:] = self._absent[path].read(start, start + len(buffer))
+            return
         with named(path, SourceError), self._opened(path) as file:
             if file.is_slow is None and len(buffer) > _BLOCK:
                 # the first block tells how to read the others
@@ -175,13 +189,6 @@ class Reader:
         for file in self._files.values():
             file.content.close()
         self._files.clear()
-
-
-class FileBytes(NamedTuple):
-    """A file, which may be on the Hub."""
-
-    size: int
-    read: Callable[[int, int], bytes]  # bytes start … stop
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from nf4conv.sources.tensors import TensorInfo
 if TYPE_CHECKING:
     from nf4conv.sources.adapters.adapter import Adapter
     from nf4conv.sources.remote.hub import Fetched
+    from nf4conv.sources.remote.repository import RemoteFile
 
 _LARGEST_GAP: Final = 2**16
 """Bytes between two small tensors that are still read at once: a request to the Hub costs more."""
@@ -68,6 +69,11 @@ class Source:
     def by_name(self) -> dict[str, TensorInfo]:
         """The tensors by their names."""
         return {tensor.name: tensor for tensor in self.tensors}
+
+    @property
+    def absent(self) -> "Mapping[Path, RemoteFile]":
+        """Returns the weight files that are on the Hub only, by the paths that they would have."""
+        return {} if self.fetched is None else self.fetched.absent
 
     @property
     def is_gguf(self) -> bool:
@@ -138,10 +144,9 @@ def source_stamps(source: Source) -> dict[str, list[int]]:
 
 def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
     """Returns the bytes of a small tensor, on disk or on the Hub."""
-    fetched = source.fetched
-    if fetched is None or tensor.file not in fetched.absent:
+    if tensor.file not in source.absent:
         return read_bytes(tensor)
-    return fetched.repository.read(fetched.absent[tensor.file], tensor.start, tensor.stop)
+    return source.absent[tensor.file].read(tensor.start, tensor.stop)
 
 
 def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, bytes]:

@@ -12,8 +12,8 @@ from nf4conv.options import MachineOptions, SourceOptions
 from nf4conv.plan.rows import Errors
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.comparing import compare
-from nf4conv.run.loop import open_reader
 from nf4conv.sources.opening import open_source
+from nf4conv.sources.reader import Reader
 
 
 @dataclass
@@ -53,7 +53,7 @@ def compared(
     source, out = open_source(a, where), open_source(b, where)
     structure = Structure(out.folder)
     pairs = pair_alike(structure, out, source)
-    with open_reader(source) as reader:
+    with Reader(source.absent) as reader:
         device, results = compare(pairs.alike, machine, lambda _: None, reader)
     found = Compared(device)
     for name, result in results.items():

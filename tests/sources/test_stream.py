@@ -22,6 +22,7 @@ from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.units import size
 from nf4conv.options import SourceOptions
 from nf4conv.sources.header import read_header
+from nf4conv.sources.remote.hub import Fetched, Origin
 from nf4conv.sources.remote.repository import Repository
 from nf4conv.sources.remote.stream import ShardStream
 
@@ -176,9 +177,9 @@ def test_one_shard_ahead_and_no_further(hub: Hub, where: dict[str, Any], tmp_pat
     }
     paths = list(files)
     order = {path: number for number, path in enumerate(paths)}
-    with ShardStream(
-        repository, files, order=order, needed=paths[:4], folder=tmp_path / "source"
-    ) as stream:
+    fetched = Fetched(Path(), Origin(REPO, repository.commit, ""), repository, files)
+    folder = tmp_path / "source"
+    with ShardStream(fetched, order=order, needed=paths[:4], folder=folder) as stream:
         for number in (0, 1):
             stream.expect(paths[number])
             stream.wait_for(paths[number])

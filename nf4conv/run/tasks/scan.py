@@ -18,7 +18,7 @@ from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.report.measured import WeightResult
 from nf4conv.run.device.choice import open_torch
-from nf4conv.run.loop import make_pipeline, open_reader
+from nf4conv.run.loop import make_pipeline
 from nf4conv.run.pieces import pieces_of
 from nf4conv.run.worker import Worker
 from nf4conv.sources.arranged import StackedExperts
@@ -46,7 +46,7 @@ def count_not_finite(
     for tensor in tensors:
         most = pipeline.piece * 8 // DTYPE_BITS[tensor.dtype]
         tasks += [partial(_count, piece.tensor, found) for piece in pieces_of(tensor, most)]
-    with open_reader(None) as reader:
+    with Reader() as reader:
         pipeline.run(tasks, reader)
     counts: Counter[str] = Counter()
     for name, count in found:
@@ -66,7 +66,7 @@ def check_scales(jobs: Sequence[Job], source: Source) -> None:
     for job in jobs:
         if isinstance(job, CopyJob):
             weights += [(job, encoding) for encoding in _encodings(job.source.unmerged)]
-    with open_reader(source) as reader, ThreadPoolExecutor(_AT_A_TIME) as pool:
+    with Reader(source.absent) as reader, ThreadPoolExecutor(_AT_A_TIME) as pool:
         encodings = [encoding for _, encoding in weights]
         verdicts = pool.map(partial(_are_scales_finite, reader), encodings)
         for (job, _), is_finite in zip(weights, verdicts, strict=True):

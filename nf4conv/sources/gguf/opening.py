@@ -11,7 +11,7 @@ from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.dtypes import TAGS
 from nf4conv.format.gguf import LAYOUTS, PLAIN
 from nf4conv.models.config import checkpoint_dtype
-from nf4conv.sources.files import STEMS, is_file, require_own
+from nf4conv.sources.files import STEMS, require_own
 from nf4conv.sources.gguf.families import GgufFamily, architectures, config_of, families_of
 from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
@@ -102,7 +102,7 @@ def _files_of(path: Path, absent: Collection[Path]) -> list[Path]:
     files = []
     for number in range(1, count + 1):
         file = path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
-        if file not in absent and not is_file(file):
+        if file not in absent and not file.is_file():
             raise SourceError(f"{file}: is missing; {path.name} is one of {count} files", path=file)
         files.append(file)
     return files

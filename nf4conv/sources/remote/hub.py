@@ -3,7 +3,6 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -18,7 +17,6 @@ from nf4conv.sources.files import (
     read_index,
 )
 from nf4conv.sources.places import prefix_of
-from nf4conv.sources.reader import FileBytes
 from nf4conv.sources.remote.repository import RemoteFile, Repository
 
 _DESCRIPTIONS: Final = (
@@ -61,13 +59,6 @@ class Fetched:
     origin: Origin
     repository: Repository
     absent: Mapping[Path, RemoteFile]
-
-    def remote_bytes(self) -> dict[Path, FileBytes]:
-        """Returns what reads each absent file by ranges."""
-        found = {}
-        for path, file in self.absent.items():
-            found[path] = FileBytes(file.size, partial(self.repository.read, file))
-        return found
 
 
 def _fetched(

@@ -8,15 +8,14 @@ with the size and hash that the Hub states for it.
 
 import glob
 import hashlib
-import inspect
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import huggingface_hub
 import huggingface_hub.utils
@@ -24,7 +23,7 @@ from huggingface_hub import constants, errors
 
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.reader import digest_of, each
+from nf4conv.sources.reader import FileBytes, digest_of, each
 from nf4conv.sources.remote.asking import explained, patiently, timeout
 
 _log: Final = logging.getLogger(__name__)
@@ -35,17 +34,17 @@ LIBRARY: Final = "nf4conv"
 _utils: Any = huggingface_hub.utils
 
 PATIENCE: Final = 5.0
-"""Seconds that a transfer gets to notice that it is not wanted.
+"""Seconds that a transfer that is not wanted any more gets to end.
 
-A transfer that stalls is left alone with its own files.
+Then it is left alone with its own files.
 """
 
 
-class RemoteFile(NamedTuple):
-    """A file of a repository, as the Hub describes it."""
+@dataclass(frozen=True)
+class RemoteFile(FileBytes):
+    """A file of a repository, as the Hub describes it; ranges of it are asked for."""
 
     name: str  # its path in the repository
-    size: int  # bytes
     digest: str | None  # SHA-256 of a large file, git's name of a small one; None if unknown
 
 
@@ -98,7 +97,7 @@ class Repository:
                 for file in info.siblings or ():
                     name = str(file.rfilename)
                     digest = file.blob_id if file.lfs is None else file.lfs.sha256
-                    self.files[name] = RemoteFile(name, file.size or 0, digest)
+                    self._note(name, file.size or 0, digest)
 
     def _look_into_the_cache(self) -> None:
         """Lists the files of the snapshot in the cache, whether their content is there or not."""
@@ -118,9 +117,11 @@ class Repository:
         self.commit = folder.name
         for path in folder.rglob("*"):
             if path.is_symlink() or path.is_file():
-                name = path.relative_to(folder).as_posix()
-                self.files[name] = RemoteFile(name, 0, None)
+                self._note(path.relative_to(folder).as_posix(), 0, None)
         self._snapshot = folder
+
+    def _note(self, name: str, size: int, digest: str | None) -> None:
+        self.files[name] = RemoteFile(size, partial(self._read, name), name, digest)
 
     def _not_there(self, what: str) -> SourceError:
         """Returns the error of what is not in the cache."""
@@ -199,46 +200,28 @@ class Repository:
             f"{self.repo}/{file.name}: {problem}, twice; what the hub delivers is damaged"
         )
 
-    def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
+    def _read(self, name: str, start: int, stop: int) -> bytes:
         """Returns bytes start … stop of a file, by a request for this range."""
-        with explained(f"{self.repo}/{file.name}"):
-            return patiently(partial(self._ask_for_range, file, start, stop))
+        with explained(f"{self.repo}/{name}"):
+            return patiently(partial(self._ask_for_range, name, start, stop))
 
-    def _ask_for_range(self, file: RemoteFile, start: int, stop: int) -> bytes:
+    def _ask_for_range(self, name: str, start: int, stop: int) -> bytes:
         """Asks once; raises one of HUB_ERRORS if the server refuses, is silent, or gives too few
         bytes.
         """
-        url = huggingface_hub.hf_hub_url(self.repo, file.name, revision=self.commit)
+        url = huggingface_hub.hf_hub_url(self.repo, name, revision=self.commit)
         headers = _utils.build_hf_headers(token=self._where.token, library_name=LIBRARY)
         headers["Range"] = f"bytes={start}-{stop - 1}"
         response = _utils.get_session().get(url, headers=headers, timeout=timeout())
         _utils.hf_raise_for_status(response)
         if response.status_code != 206:
             raise SourceError(
-                f"{self.repo}/{file.name}: the server gives no parts of files; run without --stream"
+                f"{self.repo}/{name}: the server gives no parts of files; run without --stream"
             )
         content: bytes = response.content
         if len(content) != stop - start:
             raise OSError(f"got {len(content):,} of {stop - start:,} bytes")
         return content
-
-
-def stoppable(go_on: Callable[[], None]) -> dict[str, Any]:
-    """Returns what lets a download ask whether to go on: `go_on` is called now and then from the
-    calling thread, and raises what is to end it.
-
-    huggingface_hub can be stopped by its progress bar alone, and before 1.0 not at all.
-    """
-    caller = threading.get_ident()
-
-    class Bar(_utils.tqdm):  # type: ignore[misc]
-        def update(self, n: float | None = 1) -> bool | None:
-            if threading.get_ident() == caller:
-                go_on()
-            return super().update(n)  # type: ignore[no-any-return]
-
-    parameters = inspect.signature(huggingface_hub.hf_hub_download).parameters
-    return {"tqdm_class": Bar} if "tqdm_class" in parameters else {}
 
 
 def abort_transfers() -> None:

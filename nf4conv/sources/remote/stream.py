@@ -19,36 +19,14 @@ from typing import Final
 from nf4conv.errors import SourceError
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.remote.asking import explained
-from nf4conv.sources.remote.repository import (
-    PATIENCE,
-    RemoteFile,
-    Repository,
-    abort_transfers,
-    stoppable,
-)
+from nf4conv.sources.remote.hub import Fetched
+from nf4conv.sources.remote.repository import PATIENCE, abort_transfers
 from nf4conv.system.background import Background, outlast
 
 FILES_ON_DISK: Final = 2  # the one being read and the one being fetched
 
 
-class RemoteReader(Reader):
-    """Reads local files from disk, and absent files by ranges from the Hub: files of the
-    repository, by the path that they would have.
-    """
-
-    def __init__(self, repository: Repository, absent: Mapping[Path, RemoteFile]) -> None:
-        super().__init__()
-        self._repository = repository
-        self._absent = absent
-
-    def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
-        if path in self._absent and len(buffer):
-            buffer[:] = self._repository.read(self._absent[path], start, start + len(buffer))
-        elif path not in self._absent:
-            super().read_into(path, start, buffer)
-
-
-class ShardStream(RemoteReader):
+class ShardStream(Reader):
     """Fetches absent files in the order of their use; use it as a context manager.
 
     `order` has the place of every file, absent or not. Only those that are needed are fetched, into
@@ -57,17 +35,17 @@ class ShardStream(RemoteReader):
 
     def __init__(
         self,
-        repository: Repository,
-        absent: Mapping[Path, RemoteFile],
+        fetched: Fetched,
         *,
         order: Mapping[Path, int],
         needed: Collection[Path],
         folder: Path,
     ) -> None:
-        super().__init__(repository, absent)
+        super().__init__(fetched.absent)
         self.order = order
-        self._needed = sorted(needed, key=order.__getitem__)
-        self._fetched = frozenset(needed)
+        self._repository = fetched.repository
+        in_order = sorted(needed, key=order.__getitem__)
+        self._needed = {path: fetched.absent[path] for path in in_order}
         self._folder = folder
         self._changed = threading.Condition()  # guards everything below
         self._on_disk: set[Path] = set()  # files that are there, or on their way
@@ -109,7 +87,7 @@ class ShardStream(RemoteReader):
         longer wanted.
         """
         with self._changed:
-            while path in self._fetched and path not in self._ready:
+            while path in self._needed and path not in self._ready:
                 if self._error is not None:
                     raise self._error
                 self._go_on()
@@ -127,7 +105,7 @@ class ShardStream(RemoteReader):
         if local is None:
             super().read_into(path, start, buffer)
         else:
-            Reader.read_into(self, local, start, buffer)
+            super().read_into(local, start, buffer)
 
     def interrupt(self) -> None:
         """Lets every thread that waits give up."""
@@ -147,14 +125,12 @@ class ShardStream(RemoteReader):
 
     def _fetch_all(self) -> None:
         """Fetches file after file as there is room; runs in a thread of its own."""
-        options = {"local_dir": self._folder, **stoppable(self._go_on)}
         try:
-            for path in self._needed:
+            for path, file in self._needed.items():
                 if not self._wait_for_room(path):
                     return
-                file = self._absent[path]
                 with explained(f"{self._repository.repo}/{file.name}"):
-                    local = self._repository.download(file, self._pause, **options)
+                    local = self._repository.download(file, self._pause, local_dir=self._folder)
                 with self._changed:
                     self._ready[path] = local
                     self._drop_if_done(path)
