@@ -55,20 +55,16 @@ class Codebook:
 
 _TABLES: Final = json.loads(Path(__file__).with_suffix(".json").read_bytes())
 
-
-def _codebook(quant_type: str) -> Codebook:
-    """Makes a data type of its entry in codebook.json."""
-    entry = _TABLES["4-bit"][quant_type]
-    return Codebook(
-        quant_type=quant_type,
+CODEBOOKS: Final = {
+    name: Codebook(
+        quant_type=name,
         values=_floats(entry["values"]),
         cuts=_floats(entry["cuts"]),
         ranks=tuple(entry["ranks"]),
         signed_cuts=entry["signed_cuts"],
     )
-
-
-CODEBOOKS: Final = {name: _codebook(name) for name in get_args(QuantType)}
+    for name, entry in _TABLES["4-bit"].items()
+}
 """The data types by their names."""
 
 BLOCKSIZES: Final[tuple[int, ...]] = get_args(Blocksize)

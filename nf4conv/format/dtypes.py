@@ -1,48 +1,35 @@
 """Lists the dtypes of tensors by safetensors' tags: every tag that safetensors 0.8 knows."""
 
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
-
-class Dtype(NamedTuple):
-    """Describes the elements of a tensor.
-
-    Attributes:
-        bits: of one element.
-        torch: torch's name for it; empty if nothing is computed in it.
-    """
-
-    bits: int
-    torch: str = ""
-
-
-DTYPES: Final[Mapping[str, Dtype]] = {
-    "F64": Dtype(64, "float64"),
-    "F32": Dtype(32, "float32"),
-    "F16": Dtype(16, "float16"),
-    "BF16": Dtype(16, "bfloat16"),
-    "F8_E4M3": Dtype(8, "float8_e4m3fn"),
-    "F8_E5M2": Dtype(8, "float8_e5m2"),
-    "F8_E8M0": Dtype(8, "float8_e8m0fnu"),
-    "F8_E4M3FNUZ": Dtype(8),
-    "F8_E5M2FNUZ": Dtype(8),
-    "F6_E2M3": Dtype(6),
-    "F6_E3M2": Dtype(6),
-    "F4": Dtype(4),
-    "C64": Dtype(64, "complex64"),
-    "I64": Dtype(64, "int64"),
-    "I32": Dtype(32, "int32"),
-    "I16": Dtype(16, "int16"),
-    "I8": Dtype(8, "int8"),
-    "U64": Dtype(64, "uint64"),
-    "U32": Dtype(32, "uint32"),
-    "U16": Dtype(16, "uint16"),
-    "U8": Dtype(8, "uint8"),
-    "BOOL": Dtype(8, "bool"),
+_DTYPES: Final = {
+    "F64": (64, "float64"),
+    "F32": (32, "float32"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, ""),
+    "F8_E5M2FNUZ": (8, ""),
+    "F6_E2M3": (6, ""),
+    "F6_E3M2": (6, ""),
+    "F4": (4, ""),
+    "C64": (64, "complex64"),
+    "I64": (64, "int64"),
+    "I32": (32, "int32"),
+    "I16": (16, "int16"),
+    "I8": (8, "int8"),
+    "U64": (64, "uint64"),
+    "U32": (32, "uint32"),
+    "U16": (16, "uint16"),
+    "U8": (8, "uint8"),
+    "BOOL": (8, "bool"),
 }
+"""By tag, the bits of an element, and torch's name; none where nothing is computed in it."""
 
-DTYPE_BITS: Final = {tag: dtype.bits for tag, dtype in DTYPES.items()}
-TORCH_NAMES: Final = {tag: dtype.torch for tag, dtype in DTYPES.items() if dtype.torch}
+DTYPE_BITS: Final = {tag: bits for tag, (bits, _) in _DTYPES.items()}
+TORCH_NAMES: Final = {tag: name for tag, (_, name) in _DTYPES.items() if name}
 
 FLOAT_TAGS: Final = ("F64", "F32", "F16", "BF16")
 """Floats that a checkpoint without any quantization is stored in."""

@@ -44,16 +44,16 @@ _LARGEST_SIZE: Final = 2**63  # of a dimension, and of elements
 _LARGEST_FLOAT32: Final = 3.4028235e38
 LARGEST_QUANT_STATE: Final = 2**16  # bytes of a JSON blob: some hundred are usual
 
-_JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
-_NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
-
 _ALLOWED: Final[Mapping[str, tuple[str | int, ...]]] = {
     "quant_type": tuple(CODEBOOKS),
     "blocksize": BLOCKSIZES,
     "dtype": tuple(DTYPE_NAMES.values()),
+    "shape": (),
     "nested_blocksize": (NESTED_BLOCKSIZE,),
+    "nested_dtype": (),
+    "nested_offset": (),
 }
-"""The values that fields of a JSON blob may have."""
+"""The fields of a JSON blob, and the values of those that have few."""
 
 # arrays of bytes, because what compares takes only memory that could be written to
 QUANT_MAPS: Final = {
@@ -223,7 +223,7 @@ def read_quant_state(
         return None, [StateFault(f"not JSON: {error}")]
     if not isinstance(table, dict):
         return None, [StateFault("not a JSON object")]
-    faults = [*_key_faults(table, is_nested), *_value_faults(table, is_nested)]
+    faults = list(_faults_of_state(table, is_nested))
     if any(fault.is_fatal for fault in faults):
         return None, faults
     offset = float(table["nested_offset"]) if is_nested else None
@@ -231,42 +231,31 @@ def read_quant_state(
     return StateFields(format, tuple(table["shape"]), offset), faults
 
 
-def _key_faults(table: Mapping[str, Any], is_nested: bool) -> Iterator[StateFault]:
-    """Yields the keys that a quant state lacks, and those that it must not have."""
-    expected = (*_JSON_KEYS, *_NESTED_JSON_KEYS) if is_nested else _JSON_KEYS
-    for key in expected:
-        if key not in table:
-            yield StateFault(f"lacks {key}")
-    for key in table:
-        if key in expected:
-            continue
-        text = f"has the key {key!r:.100}, at which bitsandbytes fails"
-        if key in _NESTED_JSON_KEYS:
-            text = f"has {key}, but there is no nested_absmax"
-        yield StateFault(text, is_fatal=False)
-
-
-def _value_faults(table: Mapping[str, Any], is_nested: bool) -> Iterator[StateFault]:
-    """Yields what is wrong with the values of a quant state."""
+def _faults_of_state(table: Mapping[str, Any], is_nested: bool) -> Iterator[StateFault]:
+    """Yields what is wrong with the fields of a quant state."""
+    for key in table.keys() - _ALLOWED.keys():
+        yield StateFault(f"has the key {key!r:.100}, at which bitsandbytes fails", is_fatal=False)
     for key, allowed in _ALLOWED.items():
-        value = table.get(key, allowed[0])
-        if key in _NESTED_JSON_KEYS and not is_nested:
-            continue
-        if type(value) not in (str, int) or value not in allowed:  # 64.0 is not 64
+        value = table.get(key)
+        if key.startswith("nested_") and not is_nested:
+            if key in table:
+                text = f"has {key}, but there is no nested_absmax"
+                yield StateFault(text, is_fatal=False)
+        elif key not in table:
+            yield StateFault(f"lacks {key}")
+        elif allowed and (type(value) not in (str, int) or value not in allowed):  # 64.0 is not 64
             expected = " or ".join(map(str, allowed))
             yield StateFault(f"{key} is {value!r:.100}, expected {expected}")
-    if "shape" in table and not _is_shape(table["shape"]):
-        yield StateFault(f"{table['shape']!r:.100} is not a shape")
-    nested_dtype = table.get("nested_dtype", "float32")
-    if nested_dtype != "float32":
-        text = (
-            f"nested_dtype is {nested_dtype!r:.100}: bitsandbytes on a CPU, saved after a forward "
-            f"pass, which quantizes the absmax again; give it the original"
-        )
-        yield StateFault(text, is_fatal=False)
-    offset = table.get("nested_offset", 0.0)
-    if is_nested and not _is_float32(offset):
-        yield StateFault(f"nested_offset is {offset!r:.100}, which is no float32")
+        elif key == "shape" and not _is_shape(value):
+            yield StateFault(f"{value!r:.100} is not a shape")
+        elif key == "nested_offset" and not _is_float32(value):
+            yield StateFault(f"nested_offset is {value!r:.100}, which is no float32")
+        elif key == "nested_dtype" and value != "float32":
+            text = (
+                f"nested_dtype is {value!r:.100}: bitsandbytes on a CPU, saved after a forward "
+                f"pass, which quantizes the absmax again; give it the original"
+            )
+            yield StateFault(text, is_fatal=False)
 
 
 def _is_float32(value: object) -> bool:
