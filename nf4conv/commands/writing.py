@@ -33,7 +33,7 @@ from nf4conv.run.earlier import found_or_written
 from nf4conv.run.filling import Card
 from nf4conv.run.parts import finish_without_source
 from nf4conv.run.tasks.scan import check_scales
-from nf4conv.sources.reader import read_small, reading_speed
+from nf4conv.sources.reader import read_chunks, read_small, reading_speed
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.folders import remove
 from nf4conv.system.machine import uncollected
@@ -213,11 +213,11 @@ def _write_pipeline(
             again = options.verify and not is_unfinished(out / name)
             reports.append(write(name, replace(options, overwrite=again)))
         for file in plan.source.files:
-            workspace.copy(str(file), plan.source.folder / file)
+            workspace.write(str(file), read_chunks(plan.source.folder / file))
         report = _joined(plan, out, reports)
         card = _card(plan, report.totals.bytes_after, report.verification)
         if card is not None:
-            workspace.write("README.md", card.encode(errors="backslashreplace"))
+            workspace.write("README.md", [card.encode(errors="backslashreplace")])
         workspace.complete({index.name: read_small(index)})
     return report
 

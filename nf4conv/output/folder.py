@@ -19,7 +19,7 @@ from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.output.crc32 import crc32_of_file
 from nf4conv.output.writer import ShardWriter, write_file
 from nf4conv.sources.header import read_header
-from nf4conv.sources.reader import read_chunks, read_small
+from nf4conv.sources.reader import read_small
 from nf4conv.sources.record import MAKING, as_bytes
 from nf4conv.sources.unfinished import (
     LARGEST_RECORD,
@@ -182,36 +182,24 @@ class OutputFolder:
         write_file(record, [content], folder=self._private)
         self.finished[name] = file
 
-    def write(self, name: str, content: bytes) -> None:
-        """Writes a small file of the result."""
-        self.write_pieces(name, [content])
-
     def require_name(self, name: str) -> None:
-        """Checks that a file or folder can have a name here."""
-        path = self.out / name
+        """Refuses a path that may lead out of the folder, or through a link to another one."""
+        path = self.out
         if leads_elsewhere(name):
+            path /= name
             raise OutputError(f"{path}: such a name may lead out of the folder", path=path)
-        self._require_no_link_to_a_folder(name)
+        for part in PurePosixPath(name).parts:
+            path /= part
+            if is_link(path) and path.is_dir():
+                raise OutputError(f"{path}: is a link to another folder; remove it", path=path)
 
-    def copy(self, name: str, source: Path) -> None:
-        """Copies a file of the source, of any size, into the result."""
-        self.write_pieces(name, read_chunks(source))
-
-    def write_pieces(self, name: str, chunks: Iterable[bytes]) -> None:
+    def write(self, name: str, chunks: Iterable[bytes]) -> None:
         """Writes a file of the result piece by piece."""
         path = self.out / name
         self.require_name(name)
         with named(path, OutputError, inside=True):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, chunks, folder=self._private)
-
-    def _require_no_link_to_a_folder(self, name: str) -> None:
-        """Refuses a path in the folder that leads through a link to another folder."""
-        path = self.out
-        for part in PurePosixPath(name).parts:
-            path /= part
-            if is_link(path) and path.is_dir():
-                raise OutputError(f"{path}: is a link to another folder; remove it", path=path)
 
     def finish(
         self,
@@ -227,12 +215,12 @@ class OutputFolder:
         Without a card, a config or a verification, each is None.
         """
         if len(self.finished) > 1:
-            self.write(f"{stem}.safetensors.index.json", self._index())
+            self.write(f"{stem}.safetensors.index.json", [self._index()])
         if card is not None:
-            self.write("README.md", card.encode(errors="backslashreplace"))
+            self.write("README.md", [card.encode(errors="backslashreplace")])
         if verified is not None:
             record = {**record, "verified": verified}
-        self.write(MAKING, as_bytes(record))
+        self.write(MAKING, [as_bytes(record)])
         self.complete({} if config is None else {"config.json": config})
 
     def _index(self) -> bytes:
@@ -251,7 +239,7 @@ class OutputFolder:
         with named(self.out, OutputError, inside=True):
             sync_folder(self.out)  # before a loader could take the folder for complete
             for name, content in last.items():
-                self.write(name, content)
+                self.write(name, [content])
             sync_folder(self.out)
             self.remove_work_folder()
 

@@ -33,7 +33,7 @@ from nf4conv.errors import OutputError, named
 from nf4conv.output.folder import OutputFolder, as_json, require_same_run
 from nf4conv.output.writer import write_file
 from nf4conv.plan.jobs import Plan
-from nf4conv.sources.reader import digest_of
+from nf4conv.sources.reader import digest_of, read_chunks
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.unfinished import LAST_FILES, RECORD, SHARDS, WORK_FOLDER
 from nf4conv.system.folders import remove
@@ -63,12 +63,12 @@ class SharedFolder(OutputFolder):
             self._private.mkdir()
             self._publish(json.dumps({"fingerprint": plan}).encode())
             advice = "all parts take the same command and source; choose another folder for others"
-            require_same_run(self.out, self.read_plan(), as_json(plan), advice)
+            require_same_run(self.out, self.read_run(), as_json(plan), advice)
             (self._work / SHARDS).mkdir(exist_ok=True)
             for name, digest in copies.items():
                 copy = self.out / name
                 if not copy.is_file() or digest_of(copy) != digest:
-                    self.copy(name, auxiliary / name)
+                    self.write(name, read_chunks(auxiliary / name))
         self.finished = self.intact(self.known(shard.name for shard in part.shards))
 
     def _publish(self, content: bytes) -> None:
@@ -89,17 +89,6 @@ class SharedFolder(OutputFolder):
             raise OutputError(
                 f"{self.out}: exists and is not empty; choose another folder", path=self.out
             )
-
-    def read_plan(self) -> dict[str, Any]:
-        """Reads what all parts make, as JSON values."""
-        plan = self.read_run()
-        if LAST_FILES not in plan:
-            raise OutputError(
-                f"{self.out}: holds an unfinished run that is not in parts; resume it as it was "
-                f"begun",
-                path=self.out,
-            )
-        return plan
 
     def take_all(self, names: Sequence[str], *, reread: bool) -> int:
         """Takes over the shards of others, if all are there; returns how many are missing.

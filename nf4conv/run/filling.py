@@ -31,7 +31,7 @@ from nf4conv.run.pieces import interleave
 from nf4conv.run.tasks.shard import ShardTask, shard_tasks
 from nf4conv.run.worker import Backend, Worker
 from nf4conv.sources.cutting import Piece
-from nf4conv.sources.reader import Reader
+from nf4conv.sources.reader import Reader, read_chunks
 from nf4conv.system.files import let_go
 from nf4conv.system.machine import total_memory
 
@@ -134,9 +134,10 @@ class Filling:
         made = plan.source.made
         for name in plan.auxiliary:
             if made is None:
-                folder.copy(str(name), plan.source.folder / name)
+                chunks = read_chunks(plan.source.folder / name)
             else:
-                folder.write_pieces(str(name), made[str(name)]())
+                chunks = iter(made[str(name)]())
+            folder.write(str(name), chunks)
         folder.finish(
             stem=plan.source.stem,
             card=card(folder.size, verification),

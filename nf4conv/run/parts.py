@@ -27,7 +27,7 @@ def finish_if_whole(folder: SharedFolder, *, reread: bool) -> int:
     OutputError if one is not what was written, or a file cannot be written.
     """
     try:
-        return _finish(folder, folder.read_plan(), reread=reread)
+        return _finish(folder, folder.read_run(), reread=reread)
     except (Nf4convError, OSError):
         if is_filled_in_parts(folder.out) or not (folder.out / MAKING).is_file():
             raise
@@ -88,7 +88,7 @@ def finish_without_source(out: Path, options: WritingOptions) -> RunReport | Non
         return None
     with SharedFolder(out) as folder:
         folder.check_links()
-        plan = folder.read_plan()
+        plan = folder.read_run()
         asked = {**as_json(named_options(options)), "command": options.command, "--lora": None}
         if any(plan.get(key) != value for key, value in asked.items()):
             return None

@@ -13,6 +13,7 @@ from checkpoints import contents
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.output.workspace import Workspace
 from nf4conv.sources.header import read_header
+from nf4conv.sources.reader import read_chunks
 from nf4conv.sources.unfinished import WORK_FOLDER
 
 RUN = {
@@ -47,7 +48,7 @@ def test_a_run_from_beginning_to_end(tmp_path):
     with workspace(out) as space:
         assert not space.finished
         write_shard(space, "model.safetensors")
-        space.write("code/own.py", b"1")
+        space.write("code/own.py", [b"1"])
         record = ".nf4conv/shards/model.safetensors.json"
         assert {*contents(out)} == {
             ".nf4conv/lock",
@@ -241,7 +242,7 @@ def test_a_file_that_vanished_is_a_fault_of_the_source(tmp_path):
         workspace(tmp_path / "out") as space,
         pytest.raises(SourceError, match=r"gone.json: No such file"),
     ):
-        space.copy("gone.json", tmp_path / "gone.json")
+        space.write("gone.json", read_chunks(tmp_path / "gone.json"))
 
 
 @pytest.mark.parametrize("place", ["file/out", "x" * 300])

@@ -228,4 +228,4 @@ def test_a_name_that_leads_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with Workspace(tmp_path / "out", {}, overwrite=False) as space:
         space.require_name("unet")
         with pytest.raises(OutputError, match="such a name may lead out of the folder"):
-            space.write(name, b"")
+            space.write(name, [])
