@@ -61,7 +61,6 @@ class Structure:
         plain: the tensors that belong to no packed weight, by name.
         findings: what is wrong so far.
         read: reads a small tensor.
-        scales: tells how a weight was scaled according to the record, given its name.
         record: the content of its nf4conv.json; None if it has none that can be read.
         exact: True for --exact, by which also such files must be as planned that change no value.
     """
@@ -72,7 +71,6 @@ class Structure:
     plain: dict[str, TensorInfo] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     read: Callable[[TensorInfo], bytes] = read_bytes
-    scales: Callable[[str], str] = lambda _: "absmax"
     record: Mapping[str, Any] | None = None
     exact: bool = False
 
@@ -111,7 +109,6 @@ def read_structure(path: Path) -> Structure:
     else:
         raise SourceError(f"{path}: no such file or folder", path=path)
     structure.record = read_record(structure.folder)
-    structure.scales = recorded_scales(structure.record)
     readable = _read_headers(structure, files)
     if weight_map is not None:
         _check_index(structure, weight_map, readable)
@@ -214,13 +211,16 @@ def look_at(structure: Structure) -> Structure:
         if tensor.dtype == "U8" and tensor.name.endswith(".weight"):
             text = "packed codes, but none of the tensors beside them"
             structure.note("components", tensor.file, tensor.name, text)
+    scales_of = recorded_scales(structure.record)
     for owner, components in owners.items():
-        _add_weight(structure, owner, components)
+        _add_weight(structure, owner, components, scales_of(owner))
     _check_uniform(structure)
     return structure
 
 
-def _add_weight(structure: Structure, owner: str, components: Mapping[str, TensorInfo]) -> None:
+def _add_weight(
+    structure: Structure, owner: str, components: Mapping[str, TensorInfo], scales: str
+) -> None:
     """Adds a packed weight unless it cannot be decoded, and notes its faults."""
     values = structure.tensors.get(owner)
     if values is None:
@@ -228,7 +228,6 @@ def _add_weight(structure: Structure, owner: str, components: Mapping[str, Tenso
             text = f"belongs to {owner}, which is missing"
             structure.note("components", part.file, part.name, text)
         return
-    scales = structure.scales(owner)
     weight, faults = check_weight(values, components, structure.read, scales)
     for fault in faults:
         is_fault = fault.severity is not Severity.NOTE

@@ -68,7 +68,7 @@ def main() -> None:
         "inspect unsloth/Llama-3.2-1B-bnb-4bit  # reads headers only",
     ),
 )
-@click.argument("path", metavar="PATH|REPO", type=Place("file"))
+@click.argument("path", metavar="PATH|REPO", type=Place())
 @options_from(InspectOptions)
 @json_option
 @verbose_option
@@ -106,8 +106,8 @@ def _convert(kind: type[Any], source: str, out: str, values: dict[str, Any]) -> 
         "quantize ./DeepSeek-V3 ./shared/out --part 2/8  # 1/8, … elsewhere",
     ),
 )
-@click.argument("source", metavar="SRC", type=Place("file"))
-@click.argument("out", metavar="OUT", type=Place("dir"))
+@click.argument("source", metavar="SRC", type=Place())
+@click.argument("out", metavar="OUT", type=Place(file_okay=False))
 @options_from(QuantizeOptions)
 @dry_run_option
 @json_option
@@ -132,7 +132,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
         "verify ./Llama-3.1-8B-again --source ./Llama-3.1-8B-Q4_K_M.gguf",
     ),
 )
-@click.argument("path", metavar="PATH", type=Place("file"))
+@click.argument("path", metavar="PATH", type=Place())
 @options_from(VerifyOptions)
 @report_option
 @json_option
@@ -161,7 +161,7 @@ def verify(path: str, report: Path | None, **values: Any) -> None:
         "evaluate ./model-nf4 ./searched --source ./model",
     ),
 )
-@click.argument("outs", metavar="OUT...", type=Place("dir"), nargs=-1, required=True)
+@click.argument("outs", metavar="OUT...", type=Place(file_okay=False), nargs=-1, required=True)
 @options_from(EvaluateOptions)
 @json_option
 @quiet_option
@@ -190,8 +190,8 @@ def evaluate(outs: tuple[str, ...], **values: Any) -> None:
         "dequantize deepseek-ai/DeepSeek-V4-Flash ./v4-fp8 --dtype fp8",
     ),
 )
-@click.argument("source", metavar="SRC", type=Place("file"))
-@click.argument("out", metavar="OUT", type=Place("dir"))
+@click.argument("source", metavar="SRC", type=Place())
+@click.argument("out", metavar="OUT", type=Place(file_okay=False))
 @options_from(DequantizeOptions)
 @dry_run_option
 @json_option

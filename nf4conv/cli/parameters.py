@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, get_args
 
 import click
-from click.shell_completion import CompletionItem
 
 from nf4conv.cli.running import show_log
 from nf4conv.declaring import GROUPS, Option, options_of, typed
@@ -47,20 +46,15 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         return size
 
 
-class Place(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+class Place(click.Path):
     """Reads a path, or the name of a model on the Hub, and passes it on unchanged.
 
-    A shell completes it as the path of a "file" or of a folder ("dir").
+    A shell completes it as a path.
     """
 
     name = "place"
 
-    def __init__(self, completes: str) -> None:
-        self._completes = completes
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Returns the value. Refuses an empty one.
 
         An unset variable of a shell leaves an empty value. As a path it would be the current
@@ -69,12 +63,6 @@ class Place(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         if not value:
             self.fail("the path is empty; perhaps a shell variable is not set", param, ctx)
         return str(value)
-
-    def shell_complete(
-        self, _ctx: click.Context, _param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """Asks the shell to complete a path."""
-        return [CompletionItem(incomplete, type=self._completes)]
 
 
 class Dtype(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
@@ -142,7 +130,7 @@ def _type_of(option: Option) -> tuple[Any, str | None]:
         return click.Choice(choices), None
     if choices or kind is int:
         return int, "N"
-    return (Place("file") if Path in option.kinds else kind), None
+    return (Place() if Path in option.kinds else kind), None
 
 
 def _shown(*names: str, **attributes: Any) -> Decorator:

@@ -5,8 +5,10 @@ From the Hub only the headers are fetched, and the few bytes of each quant state
 sources ▸ check (quant states and config) ▸ report
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import Finding, Structure, look_at
@@ -22,7 +24,7 @@ from nf4conv.sources.foreign.config import quantization_of
 from nf4conv.sources.foreign.floats import Scaled
 from nf4conv.sources.foreign.integers import ENDS_OF_WORDS, PackedIntegers
 from nf4conv.sources.opening import open_stored, present_encoded
-from nf4conv.sources.record import read_record, recorded_scales
+from nf4conv.sources.record import read_record
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.machine import uncollected
@@ -53,10 +55,11 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
     findings: list[Finding] = []
     configs = [source.config or {} for source in sources.values()]
     quantized = (quantization_of(config) for config in configs)
-    records = (read_record(source.folder) for source in sources.values())
+    records: list[Mapping[str, Any] | None] = []
     for submodel, stored in sources.items():
         source = _with_packed_integers(stored)
         rows, structure = _look_into(source)
+        records.append(structure.record)
         before = f"{submodel}/" if submodel else ""
         files += [f"{before}{file.name}" for file in source.files]
         tensors += [row.inside(submodel) for row in rows]
@@ -94,7 +97,7 @@ def _look_into(source: Source) -> tuple[list[TensorRow], Structure]:
     """Describes the tensors of a checkpoint, and checks what is in 4 bits by quant states."""
     small = [tensor for tensor in source.tensors if _describes_a_weight(tensor)]
     contents = read_together(source, small)
-    structure = Structure(source.folder, scales=recorded_scales(read_record(source.folder)))
+    structure = Structure(source.folder, record=read_record(source.folder))
     if contents:
         structure.tensors = {tensor.name: tensor for tensor in source.tensors}
         structure.read = lambda tensor: contents[tensor.name]

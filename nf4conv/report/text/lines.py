@@ -6,7 +6,6 @@ from typing import Any, Final
 
 from nf4conv.check.structure import Finding
 from nf4conv.format.units import duration, size
-from nf4conv.plan.rows import TensorRow, distance
 from nf4conv.plan.writing import NO_CONFIG
 from nf4conv.report.results import (
     Environment,
@@ -22,7 +21,6 @@ from nf4conv.report.text.terminal import count_cell, error_cell, printable, shor
 from nf4conv.sources.record import recorded_weights
 
 _MOST_LINES: Final = 16  # about what is wrong: with the verdict they fit on a screen
-_MOST_WEIGHTS: Final = 10  # rows of a table
 _LONGEST_NAME: Final = 24  # of a column
 
 _SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
@@ -53,15 +51,11 @@ def lines_of(result: Any, width: int | None, *, every: bool) -> Iterator[str]:
 def plan_lines(plan: PlanReport, width: int | None) -> Iterator[str]:
     """Yields the totals, what becomes of each kind of module, and what is unusual."""
     totals = plan.totals
-    sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
+    made = f"{totals.decoded:,} weights decoded"
     if plan.command == "quantize":
-        kept = f"{totals.copied:,} tensors kept, {totals.shards} files"
-        bits = f"{totals.bits_per_parameter:.2f} bits per parameter"
-        yield f"{totals.packed:,} weights packed, {kept}"
-        yield f"{sizes} ({totals.compression:.2f}x, {bits})"
-    else:
-        copied = f"{totals.copied:,} tensors copied, {totals.shards} files"
-        yield f"{totals.decoded:,} weights decoded, {copied}: {sizes}"
+        made = f"{totals.packed:,} weights packed"
+    yield f"{made}, {totals.copied:,} tensors kept, {totals.shards} files"
+    yield _sizes(plan)
     if plan.reading_seconds is not None and plan.reading_seconds >= 1:
         speed = size(totals.bytes_before / plan.reading_seconds)
         yield (
@@ -92,12 +86,8 @@ def run_lines(report: RunReport) -> Iterator[str]:
         if totals.stay:
             done += f"{totals.stay:,} weights that were in 4 bits stay as they are, "
     yield f"{done}{totals.copied:,} tensors kept{_kept_from_before(report)}"
-    sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
-    if report.command == "quantize":
-        bits = f"{totals.bits_per_parameter:.2f} bits per parameter"
-        sizes += f" ({totals.compression:.2f}x, {bits})"
     if report.part is None:
-        yield sizes
+        yield _sizes(report)
     if not report.already_complete:
         yield _timing(report)
     verified = report.verification
@@ -117,6 +107,16 @@ def run_lines(report: RunReport) -> Iterator[str]:
         yield f"pushed: {report.pushed}"
     elif report.push:
         yield f"push: {printable(report.push)}"
+
+
+def _sizes(report: PlanReport | RunReport) -> str:
+    """Says how large a checkpoint is before and after; of one in 4 bits also how small that is."""
+    totals = report.totals
+    sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
+    if report.command == "quantize":
+        bits = f"{totals.bits_per_parameter:.2f} bits per parameter"
+        sizes += f" ({totals.compression:.2f}x, {bits})"
+    return sizes
 
 
 def _kept_from_before(run: RunReport) -> str:
@@ -206,6 +206,30 @@ def _recorded_weights(made: Mapping[str, Any], packed: int) -> Iterator[str]:
         yield printable(f"{what}, {scales}")
 
 
+def _calibration_lines(made: Mapping[str, Any]) -> Iterator[str]:
+    """Yields which text calibrated the weights, and what it gained; nothing without calibration.
+
+    `made` is the content of nf4conv.json, whoever wrote it.
+    """
+    try:
+        asked, found = made["calibration"], made["calibrated"]
+        gains = [gain for block in found["blocks"] for gain in block["gains"].values()]
+        mean = sum(gains) / len(gains)
+        names = ", ".join(f"{text['name']} ({text['sha256']:.12})" for text in asked["texts"])
+        versions = ", ".join(f"{what} {which}" for what, which in found["made_by"].items())
+        yield printable(f"calibrated by {asked['tokens']:,} tokens of {names}: {versions}")
+        kept = sum(1 for gain in gains if gain == 1)
+        weighted = ""
+        if "outputs" in asked["knows"]:
+            weighted = ", weighted by what predictions depend on,"
+        yield (
+            f"errors of layer outputs{weighted} are {mean:.2f} of those of searched scales on "
+            f"other windows; {kept:,} of {len(gains):,} weights keep the search"
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return  # a damaged record says nothing
+
+
 def _quantization_text(config: Mapping[str, Any]) -> str:
     """Returns the quantization that config.json names, on one line."""
     parts = []
@@ -236,7 +260,7 @@ def verification_lines(
 ) -> Iterator[str]:
     """Yields what is wrong, and the verdict.
 
-    `every` adds the names of all checks, the worst weights and the kinds of modules.
+    `every` adds the names of all checks and the kinds of modules.
     """
     if every:
         yield f"checked: {', '.join(report.checks)}"
@@ -245,7 +269,6 @@ def verification_lines(
         lambda found: f"{'FAIL' if found.is_fault else 'note'}  {found.check:12} {found.line()}",
     )
     if every:
-        yield from _worst_weights(report.weights, width)
         kinds = report.kinds
         columns = {
             "kind of module": [printable(kind.kind) for kind in kinds],
@@ -257,44 +280,6 @@ def verification_lines(
         }
         yield from table(columns, width)
     yield report.verdict
-
-
-def _calibration_lines(made: Mapping[str, Any]) -> Iterator[str]:
-    """Yields which text calibrated the weights, and what it gained; nothing without calibration.
-
-    `made` is the content of nf4conv.json, whoever wrote it.
-    """
-    try:
-        asked, found = made["calibration"], made["calibrated"]
-        gains = [gain for block in found["blocks"] for gain in block["gains"].values()]
-        mean = sum(gains) / len(gains)
-        names = ", ".join(f"{text['name']} ({text['sha256']:.12})" for text in asked["texts"])
-        versions = ", ".join(f"{what} {which}" for what, which in found["made_by"].items())
-        yield printable(f"calibrated by {asked['tokens']:,} tokens of {names}: {versions}")
-        kept = sum(1 for gain in gains if gain == 1)
-        weighted = ""
-        if "outputs" in asked["knows"]:
-            weighted = ", weighted by what predictions depend on,"
-        yield (
-            f"errors of layer outputs{weighted} are {mean:.2f} of those of searched scales on "
-            f"other windows; {kept:,} of {len(gains):,} weights keep the search"
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-        return  # a damaged record says nothing
-
-
-def _worst_weights(rows: Sequence[TensorRow], width: int | None) -> Iterator[str]:
-    """Yields a table of the largest errors."""
-    compared = [(printable(row.name), row.errors) for row in rows if row.errors is not None]
-    compared.sort(key=lambda one: -distance(one[1].relative_error))
-    shown = compared[:_MOST_WEIGHTS]
-    columns = {
-        "largest errors": [name for name, _ in shown],
-        "relative": [error_cell(errors.relative_error) for _, errors in shown],
-        "max/absmax": [error_cell(errors.largest_of_absmax) for _, errors in shown],
-        "outside": [count_cell(errors.outside) for _, errors in shown],
-    }
-    yield from table(columns, width)
 
 
 # --- evaluate and env ---
