@@ -6,8 +6,8 @@ the rest      transformers' own grouped product, for which the experts that are 
               many tokens, training, and LoRA
 
 Where there are no kernels the implementation that was asked for runs, with Experts4bit as its
-weights. transformers asks `ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)` for it: eager,
-batched_mm, grouped_mm, or one that somebody registered. `install_dispatch` wraps what it returns.
+weights: eager, batched_mm, grouped_mm, or one that somebody registered. `patch_layer` stands before
+transformers' choice among them.
 
 Without gradients, torch.compile takes layers of packed experts into its graph. With them it goes
 around these layers: which experts are decoded depends on the values of a tensor, which a graph
@@ -15,7 +15,6 @@ cannot know. What is between the layers is compiled.
 """
 
 import weakref
-from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
 
@@ -80,8 +79,8 @@ def _compute(
     if not is_computable(module, x):
         return None
     up = getattr(module, "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", None)
-    down = module.down_proj
-    if not isinstance(up, Experts4bit):
+    down = getattr(module, "down_proj", None)
+    if not isinstance(up, Experts4bit) or not isinstance(down, Experts4bit):
         return None
     is_many = ids.numel() > MANY_ROWS * up.weight.experts
     if not (up.factors or down.factors or trains(x, weights) or is_many):
@@ -239,60 +238,34 @@ def applies_silu(module: Any) -> bool:
 # ------------------------------------------------------------------------------ transformers
 
 
-def _with_packed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an implementation of experts, so that packed layers may compute another way."""
-
-    @wraps(forward)
-    def compute(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_packed = isinstance(getattr(module, "down_proj", None), Experts4bit)
-        if is_packed and len(args) == 3 and not kwargs:
-            result = packed_experts_forward(module, *args)
-            if result is not None:
-                return result
-        return forward(module, *args, **kwargs)
-
-    return compute
-
-
-def install_dispatch(interface: Any) -> None:
-    """Wraps what transformers' interface of experts, the class of ALL_EXPERTS_FUNCTIONS, returns;
-    once.
-    """
-    if getattr(interface, "_nf4conv", False):
-        return
-    choose = interface.get_interface
-    wrapped: dict[Any, Callable[..., Any]] = {}
-
-    @wraps(choose)
-    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        forward = choose(self, *args, **kwargs)
-        if forward not in wrapped:
-            wrapped[forward] = _with_packed_forward(forward)
-        return wrapped[forward]
-
-    interface.get_interface = get_interface
-    interface._nf4conv = True
-
-
-def leave_out_of_graphs(module: torch.nn.Module) -> None:
-    """Has torch.compile call a layer of packed experts as it stands while gradients are recorded.
-    Others of its class are compiled as before.
+def patch_layer(module: torch.nn.Module) -> None:
+    """Has a layer of packed experts compute as this file says, outside of compiled graphs while
+    gradients are recorded. Others of its class compute as before.
     """
     kind: Any = type(module)
     if "_nf4conv_is_packed" not in vars(kind):
         kind._nf4conv_is_packed = False
         forward = kind.forward
+
+        def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = None
+            if len(args) == 3 and not kwargs:
+                result = packed_experts_forward(self, *args)
+            return forward(self, *args, **kwargs) if result is None else result
+
         disable: Any = torch.compiler.disable
         reason = "4-bit experts are trained outside of compiled graphs; leave fullgraph off"
-        outside = disable(forward, reason=reason)
+        outside = disable(compute, reason=reason)
 
         @wraps(forward)
-        def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._nf4conv_is_packed and torch.is_grad_enabled():
+        def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._nf4conv_is_packed:
+                return forward(self, *args, **kwargs)
+            if torch.is_grad_enabled():
                 return outside(self, *args, **kwargs)
-            return forward(self, *args, **kwargs)
+            return compute(self, *args, **kwargs)
 
-        kind.forward = compute
+        kind.forward = choose
     module._nf4conv_is_packed = True  # type: ignore[assignment]
 
 

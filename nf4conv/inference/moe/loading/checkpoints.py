@@ -9,7 +9,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from operator import attrgetter
@@ -49,10 +49,7 @@ HOOKS: Final[dict[str, Filled]] = {
         "rename_source_key": (5, ()),
     },
     "transformers.modeling_utils": {"PreTrainedModel._get_dtype_plan": (2, ())},
-    "transformers.integrations.moe": {
-        "ALL_EXPERTS_FUNCTIONS.get_interface": (2, ()),
-        "grouped_mm_experts_forward": (4, ()),
-    },
+    "transformers.integrations.moe": {"grouped_mm_experts_forward": (4, ())},
 }
 """The functions of transformers that the loader calls or replaces, by their modules."""
 
@@ -216,11 +213,15 @@ def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) ->
     """Puts converters for packed experts before those of the model and its quantizer. `loading`
     gets the parameters that stay packed.
     """
+    from nf4conv.inference.moe.adapted import know_adapters
+    from nf4conv.inference.moe.forward import patch_layer
     from nf4conv.inference.moe.loading.converters import (
         converters_of_experts,
         decode_routers,
         parameters_of_packed,
     )
+    from nf4conv.inference.moe.sharding import install_sharding
+    from nf4conv.inference.moe.tensor import know_transformers_operators
 
     parameters = expert_parameters(loading.model)
     made = converters_of_experts(conversions, parameters, loading.names, hf_quantizer)
@@ -229,28 +230,13 @@ def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) ->
     if not found:
         return conversions
     decode_routers(conversions)
-    prepare_transformers(model, found)
+    know_transformers_operators()
+    know_adapters()
+    install_sharding()
+    for name in found:
+        patch_layer(model.get_submodule(name.rpartition(".")[0]))
     log.warning(
         "nf4conv keeps %d parameters of experts in 4 bits (NF4CONV_MOE=0 switches this off)",
         len(found),
     )
     return made + conversions
-
-
-def prepare_transformers(model: Any, parameters: Iterable[str]) -> None:
-    """Makes transformers' layers of experts ready for packed weights, given the model without
-    weights and the parameters that are packed.
-    """
-    from transformers.integrations import moe
-
-    from nf4conv.inference.moe.adapted import know_adapters
-    from nf4conv.inference.moe.forward import install_dispatch, leave_out_of_graphs
-    from nf4conv.inference.moe.sharding import install_sharding
-    from nf4conv.inference.moe.tensor import know_transformers_operators
-
-    know_transformers_operators()
-    know_adapters()
-    install_sharding()
-    install_dispatch(type(moe.ALL_EXPERTS_FUNCTIONS))
-    for name in parameters:
-        leave_out_of_graphs(model.get_submodule(name.rpartition(".")[0]))
