@@ -85,15 +85,12 @@ def test_a_last_block_may_be_shorter():
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_its_tensors_make_it_again(nested):
+def test_its_tensors(nested):
     packed, _ = one_by_one(matrices(), "nf4", nested, "absmax")
     tensors = packed.tensors()
     names = ["codes", "absmax", "nested_absmax", "nested_quant_map", "nested_offset"]
     assert list(tensors) == (names if nested else names[:2])
     assert packed.nbytes == sum(tensor.nbytes for tensor in tensors.values())
-    again = PackedExperts(**tensors, **packed.settings())
-    ids = torch.arange(EXPERTS)
-    assert torch.equal(decode(again, ids, torch.float32), decode(packed, ids, torch.float32))
     assert packed.to("cpu") is packed
     assert packed.to("meta").device.type == "meta"
 

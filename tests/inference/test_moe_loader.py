@@ -29,6 +29,7 @@ from packed_experts import (  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import nf4conv.inference.moe  # noqa: E402, F401 - what is tested
+from nf4conv.inference.moe import forward  # noqa: E402
 from nf4conv.inference.moe.tensor import Experts4bit  # noqa: E402
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
@@ -141,7 +142,8 @@ def test_the_memory_footprint_counts_stored_bytes(loaded):
     stored = sum(
         tensor.nbytes
         for each in packed_of(loaded).values()
-        for tensor in each.weight.tensors().values()
+        for part in each.weight.parts
+        for tensor in part.tensors().values()
     )
     others = sum(each.nbytes for each in loaded.parameters() if not isinstance(each, Experts4bit))
     footprint = loaded.get_memory_footprint(return_buffers=False)
@@ -168,6 +170,19 @@ def test_what_a_forward_pass_decodes(loaded, monkeypatch):
         assert sum(counts) == 2 * 2 * 3, implementation  # layers · top-k · projections
 
 
+def test_a_layer_is_asked_for_kernels_first(loaded, monkeypatch):
+    """Once in a pass, whichever implementation was chosen."""
+    asked = []
+    monkeypatch.setattr(forward, "packed_experts_forward", lambda *given: asked.append(len(given)))
+    for implementation in IMPLEMENTATIONS:
+        loaded.set_experts_implementation(implementation)
+        for has_gradients in (False, True):
+            with torch.set_grad_enabled(has_gradients):
+                loaded(IDS)
+            assert asked == [4, 4]
+            asked.clear()
+
+
 # ---------------------------------------------------------------------- as a parameter of a model
 
 
@@ -190,16 +205,6 @@ def test_another_dtype_keeps_the_codes(loaded):
     assert torch.equal(converted.decoded(), before.to(torch.bfloat16))
     with torch.no_grad():
         assert loaded(IDS).logits.dtype == torch.bfloat16
-
-
-def test_flattens_for_torch_compile(loaded):
-    for weight in packed_of(loaded).values():
-        for shown in (weight, weight[torch.tensor([2, 0])], weight[1], weight.transpose(1, 2)):
-            names, rest = shown.__tensor_flatten__()
-            inner = {name: getattr(shown, name) for name in names}
-            again = Experts4bit.__tensor_unflatten__(inner, rest, shown.shape, shown.stride())
-            assert again.shape == shown.shape
-            assert torch.equal(again.decoded(), shown.decoded())
 
 
 def test_operations_that_it_does_not_know_decode(loaded):

@@ -6,7 +6,7 @@ blocks of 256 absmax run over the borders of experts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,11 +88,6 @@ class PackedExperts:
             return self
         moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return self.with_tensors(moved)
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the fields that are no tensors, by name."""
-        named = [field.name for field in fields(self)]
-        return {name: getattr(self, name) for name in named if name not in TENSORS}
 
 
 def stack_experts(packed: Sequence[torch.Tensor], states: Sequence[QuantState]) -> PackedExperts:

@@ -90,7 +90,12 @@ def suits_kernels(packed: PackedExperts) -> bool:
 
 def suits_together(gate: PackedExperts, up: PackedExperts) -> bool:
     """Returns True if one launch can read both stacks."""
-    return gate.settings() == up.settings() and offset_step(gate) == offset_step(up)
+    return _layout_of(gate) == _layout_of(up)
+
+
+def _layout_of(packed: PackedExperts) -> tuple[object, ...]:
+    shape = (packed.rows, packed.columns, packed.nested_blocks_per_expert, offset_step(packed))
+    return packed.quant_type, packed.blocksize, packed.nested, *shape
 
 
 def offset_step(packed: PackedExperts) -> int:

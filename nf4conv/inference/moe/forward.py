@@ -64,10 +64,9 @@ def packed_experts_forward(
     implementation do it. `top_k_index` and `top_k_weights` are [tokens, k].
     """
     if torch.compiler.is_compiling():
-        key = getattr(module, "_nf4conv_key", None)
-        if key is None or torch.is_grad_enabled():
-            return None
-        result: torch.Tensor = _layer_op(hidden_states, top_k_index, top_k_weights, key)
+        result: torch.Tensor = _layer_op(
+            hidden_states, top_k_index, top_k_weights, module._nf4conv_key
+        )
         return result
     return _compute(module, hidden_states, top_k_index, top_k_weights)
 
@@ -239,8 +238,9 @@ def applies_silu(module: Any) -> bool:
 
 
 def patch_layer(module: torch.nn.Module) -> None:
-    """Has a layer of packed experts compute as this file says, outside of compiled graphs while
-    gradients are recorded. Others of its class compute as before.
+    """Has a layer of packed experts compute as this file says: outside of compiled graphs while
+    gradients are recorded, or if `prepare_layers` has not known it. Others of its class compute as
+    before.
     """
     kind: Any = type(module)
     if "_nf4conv_is_packed" not in vars(kind):
@@ -261,7 +261,7 @@ def patch_layer(module: torch.nn.Module) -> None:
         def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._nf4conv_is_packed:
                 return forward(self, *args, **kwargs)
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or not hasattr(self, "_nf4conv_key"):
                 return outside(self, *args, **kwargs)
             return compute(self, *args, **kwargs)
 

@@ -11,6 +11,7 @@ of 16 bits outlives a call, and the backward pass decodes again.
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -165,27 +166,13 @@ class Experts4bit(torch.Tensor):
         args, kwargs = _decoded(args, kwargs, _is_packed)
         return func(*args, **kwargs)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Tells torch.compile the names of the tensors inside, and the rest."""
-        if self.factors:
-            raise PlanError("LoRA on 4-bit experts cannot be compiled: leave torch.compile off")
-        tensors = self.weight.tensors()
-        if self.shown.ids is not None:
-            tensors["ids"] = self.shown.ids
-        for name, tensor in tensors.items():
-            setattr(self, name, tensor)
-        rest = (self.weight.settings(), self.dtype, self.shown.is_single, self.shown.is_transposed)
-        return list(tensors), rest
+    def __tensor_flatten__(self) -> Any:
+        """Refuses to be in a graph of torch.compile. By these names modules know that it moves whole,
+        with the tensors inside.
+        """
+        raise PlanError("LoRA on 4-bit experts cannot be compiled: leave torch.compile off")
 
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], rest: Any, outer_size: Any, outer_stride: Any
-    ) -> "Experts4bit":
-        """Makes the tensor again of what __tensor_flatten__ told."""
-        settings, dtype, is_single, is_transposed = rest
-        tensors = dict(inner)
-        view = View(tensors.pop("ids", None), is_single, is_transposed)
-        return Experts4bit(PackedWeight.from_tensors(tensors, settings), dtype, view)
+    __tensor_unflatten__ = __tensor_flatten__
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Returns the shape and the format."""
@@ -194,9 +181,7 @@ class Experts4bit(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Experts4bit":
         """Returns a tensor with copies of all tensors inside."""
-        tensors = {name: tensor.clone() for name, tensor in self.weight.tensors().items()}
-        weight = PackedWeight.from_tensors(tensors, self.weight.settings())
-        copied: Any = Experts4bit(weight, self.dtype, self.shown)
+        copied: Any = Experts4bit(deepcopy(self.weight, memo), self.dtype, self.shown)
         if isinstance(self, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, requires_grad=False)
         memo[id(self)] = copied

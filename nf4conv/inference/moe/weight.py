@@ -1,9 +1,7 @@
 """PackedWeight holds one 3-D parameter of experts in 4 bits, as the parts that are on disk."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -108,36 +106,4 @@ class PackedWeight:
 
     def to(self, device: torch.device | str) -> "PackedWeight":
         """Returns the same weight on another device."""
-        parts = tuple(part.to(device) for part in self.parts)
-        return PackedWeight(parts, self.rows, self.is_transposed)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all tensors, in one order, by names that are valid attributes."""
-        named = {}
-        for number, part in enumerate(self.parts):
-            for name, tensor in part.tensors().items():
-                named[f"part{number}_{name}"] = tensor
-        return named
-
-    def settings(self) -> tuple[str, bool, tuple[dict[str, Any], ...]]:
-        """Returns all that is no tensor. It is equal for weights that differ only in tensors."""
-        return self.rows, self.is_transposed, tuple(part.settings() for part in self.parts)
-
-    @classmethod
-    def from_tensors(
-        cls,
-        tensors: Mapping[str, torch.Tensor],
-        settings: tuple[str, bool, tuple[dict[str, Any], ...]],
-    ) -> "PackedWeight":
-        """Makes a weight of what `tensors` and `settings` returned."""
-        rows, is_transposed, parts = settings
-        made = []
-        for number, fields in enumerate(parts):
-            prefix = f"part{number}_"
-            own: dict[str, Any] = {
-                name.removeprefix(prefix): tensor
-                for name, tensor in tensors.items()
-                if name.startswith(prefix)
-            }
-            made.append(PackedExperts(**own, **fields))
-        return cls(tuple(made), rows, is_transposed)
+        return replace(self, parts=tuple(part.to(device) for part in self.parts))
