@@ -17,7 +17,7 @@ from nf4conv.inference.experts.product import (
     multiply_groups,
     multiply_rows,
 )
-from nf4conv.inference.experts.projection import Projection, project, suits_kernels
+from nf4conv.inference.experts.projection import project, suits_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def test_a_layer(tokens: int, shape: tuple[int, ...], layout: str, dtype: torch.
     weights = torch.rand(tokens, top_k, device="cuda")
     spread = x.repeat_interleave(top_k, 0)
     exact = functional.silu(products(spread, ids, gate)) * products(spread, ids, up)
-    there = Projection(gate, up, inner, silu=True)
+    there = project(gate, up, silu=True)
     by_rows = multiply_rows(x, ids, there)
     pairs, own = group_by_expert(ids, experts, 16)
     by_groups = multiply_groups(x, pairs, own, top_k, ids.numel(), there)
@@ -81,7 +81,7 @@ def test_a_layer(tokens: int, shape: tuple[int, ...], layout: str, dtype: torch.
 
 def test_nothing_outlives_a_call_in_a_graph() -> None:
     gate, up = (packed(8, 64, 128, "packed") for _ in range(2))
-    there = Projection(gate, up, 64, silu=True)
+    there = project(gate, up, rows=64, silu=True)
     x = torch.randn(2, 128, device="cuda", dtype=torch.bfloat16)
     ids = choose(2, 2, 8)
     expected = multiply_rows(x, ids, there)

@@ -8,7 +8,7 @@ from test_experts import as_a_stack, one_by_one
 
 from nf4conv.inference.experts import product, projection
 from nf4conv.inference.experts.packed import PackedExperts, decode
-from nf4conv.inference.experts.projection import Projection, project
+from nf4conv.inference.experts.projection import project
 
 EXPERTS = 3
 TOP_K = 2
@@ -57,7 +57,7 @@ def test_a_layer_of_experts(layout):
     spread = x.repeat_interleave(TOP_K, 0)
     hidden = torch.nn.functional.silu(products(spread, ids, gate)) * products(spread, ids, up)
     weighted = products(hidden, ids, down).view(2, TOP_K, HIDDEN) * weights[:, :, None]
-    there = Projection(gate, up, INNER, silu=True)
+    there = project(gate, up, silu=True)
     found = multiply(x, ids, there)
     out = multiply(found, ids, project(down), weights).view(2, TOP_K, HIDDEN).sum(1)
     # sums of float32 in another order, and values far from 0 that cancel
@@ -71,7 +71,9 @@ def test_gate_and_up_by_turns_and_an_expert_that_is_not_there(nested, quant_type
     x = torch.randn(2, HIDDEN).half()
     ids = torch.tensor([[1], [EXPERTS]])
     half = INNER // 2
-    turns = Projection(both, both, half, up_first_row=1, row_step=2, up_column=half, column_step=1)
+    turns = project(
+        both, both, rows=half, up_first_row=1, row_step=2, up_column=half, column_step=1
+    )
     found = multiply(x, ids, turns).float()
     expected = products(x, ids.clamp(max=1), both)
     # float16 rounds the result to 11 bits
@@ -79,7 +81,7 @@ def test_gate_and_up_by_turns_and_an_expert_that_is_not_there(nested, quant_type
         found[0], torch.cat([expected[0, 0::2], expected[0, 1::2]]), rtol=2e-3, atol=2e-3
     )
     assert (found[1] == 0).all()
-    apart = Projection(both, both, half, up_first_row=half, up_column=1, column_step=2)
+    apart = project(both, both, rows=half, up_first_row=half, up_column=1, column_step=2)
     found = multiply(x, ids, apart).float()
     in_turns = torch.stack([expected[0, :half], expected[0, half:]], 1).flatten()
     torch.testing.assert_close(found[0], in_turns, rtol=2e-3, atol=2e-3)

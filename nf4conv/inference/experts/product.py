@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from nf4conv.inference.experts.packed import PackedExperts
-from nf4conv.inference.experts.projection import Projection
+from nf4conv.inference.experts.projection import Projection, project
 
 MOST_PAIRS = 1024
 """Pairs up to which one launch finds the groups."""
@@ -51,13 +51,13 @@ def multiply_rows(
     tokens, k = ids.shape
     terms = 1 if weights is None else k
     groups = tokens * k // terms
-    out = x.new_empty((groups, projection.out_columns))
+    out = x.new_empty((groups, projection.operand.out_columns))
     if groups == 0:
         return out
-    first = projection.stack
+    first, operand, _, is_gated, silu = projection
     programs = max(1, 2 * _processors(x.device) // groups)  # of a group: two share a multiprocessor
-    own_units = -(-projection.rows // (8 * programs))
-    stacks = 1 if projection.up is None else 2
+    own_units = -(-operand.rows // (8 * programs))
+    stacks = 2 if is_gated else 1
     steps = -(-terms * (-(-first.columns // 128) * 128) // _STEP)
     stage = min(steps, MOST_STEPS // stacks)
     shape = shape_of(
@@ -66,12 +66,12 @@ def multiply_rows(
         steps=stage,
         ahead=own_units > 1 or stage < steps,
         stacks=stacks,
-        silu=projection.silu,
+        silu=silu,
         weighted=weights is not None,
         nested=first.nested,
         early=is_hopper(x.device),
     )
-    parts = -(-projection.rows // (8 * own_units))
+    parts = -(-operand.rows // (8 * own_units))
     factor = x if weights is None else weights
     table = pair_table(first.quant_type, x.dtype, x.device)
     norm = 1 / MULTIPLES[first.quant_type, x.dtype]
@@ -79,7 +79,7 @@ def multiply_rows(
     numbers = (share, first.experts, parts, own_units, norm)
     launch_rows(
         groups * parts,
-        (x, ids, factor, out, table, projection.operand, *numbers),
+        (x, ids, factor, out, table, operand, *numbers),
         (shape,),
         (x.dtype, factor.dtype, first.absmax.dtype),
         shape.warps,
@@ -114,23 +114,23 @@ def multiply_groups(
     """
     from nf4conv.inference.kernels.experts.groups import launch_groups  # importing Triton is slow
 
-    out = x.new_zeros((count, projection.out_columns))
+    first, operand, table, is_gated, silu = projection
+    out = x.new_zeros((count, operand.out_columns))
     groups, members = pairs.shape
-    first = projection.stack
     chunks = 1
     if first.columns % 128 == 0 and members <= 32:
         chunks = 2
     factor = x if weights is None else weights
     launch_groups(
-        groups * -(-projection.rows // _GROUP_ROWS),
-        (x, pairs, experts, factor, out, projection.table, projection.operand, share),
+        groups * -(-operand.rows // _GROUP_ROWS),
+        (x, pairs, experts, factor, out, table, operand, share),
         (
             first.columns // 64,
             members,
             _GROUP_ROWS,
             chunks,
-            projection.up is not None,
-            projection.silu,
+            is_gated,
+            silu,
             weights is not None,
             first.nested,
             x.is_cuda,
@@ -203,14 +203,14 @@ def decode_experts(
         return out
     tile, warps = configuration(dtype, first.blocksize, CONFIGURATIONS)
     tiles = -(-elements // tile)
-    projection = Projection(first, stacks[-1], first.rows)
+    _, operand, table, _, _ = project(first, stacks[-1])
     up_element, row_step = elements, 1
     if alternating:
         up_element, row_step = first.columns, len(stacks)
     numbers = (elements, first.columns, tiles, elements * len(stacks), up_element, row_step)
     launch_active(
         count * len(stacks) * tiles,
-        (out, choice, projection.table, projection.operand, *numbers),
+        (out, choice, table, operand, *numbers),
         (first.blocksize, tile, len(stacks), by_ends, first.nested, first.codes.is_cuda),
         (dtype, choice.dtype, first.absmax.dtype),
         warps,

@@ -129,8 +129,8 @@ def multiply(
     weights = weights.contiguous()
     tokens, k = ids.shape
     few = tokens * k <= FEW_ROWS * up.stack.experts
-    aligned = x.data_ptr() % 16 == 0 and up.rows % 8 == 0 and down.rows % 8 == 0
-    if few and aligned:
+    rows_fit = up.operand.rows % 8 == 0 and down.operand.rows % 8 == 0
+    if few and rows_fit and x.data_ptr() % 16 == 0:
         hidden = multiply_rows(x, ids, up)
         if not up.silu:
             hidden = _activate(module, hidden, ids)
@@ -211,15 +211,15 @@ def up_projection(weight: PackedWeight, module: Any) -> Projection | None:
         if not suits_together(gate, up):
             return None
         if weight.rows == ALTERNATING:
-            return Projection(gate, up, gate.rows, up_column=1, column_step=2)
-        return Projection(gate, up, gate.rows, up_column=gate.rows, silu=silu)
+            return project(gate, up, up_column=1, column_step=2)
+        return project(gate, up, up_column=gate.rows, silu=silu)
     if len(weight.parts) != 1:
         return None
     half = gate.rows // 2
     if weight.rows == SEPARATED:
-        return Projection(gate, gate, half, up_first_row=1, row_step=2, up_column=half, silu=silu)
+        return project(gate, gate, rows=half, up_first_row=1, row_step=2, up_column=half, silu=silu)
     if silu:
-        return Projection(gate, gate, half, up_first_row=half, silu=True)
+        return project(gate, gate, rows=half, up_first_row=half, silu=True)
     return project(gate)
 
 

@@ -167,8 +167,8 @@ class Experts4bit(torch.Tensor):
         return func(*args, **kwargs)
 
     def __tensor_flatten__(self) -> Any:
-        """Refuses to be in a graph of torch.compile. By these names modules know that it moves whole,
-        with the tensors inside.
+        """Refuses to be in a graph of torch.compile. By these names a module knows that a tensor
+        moves with others inside.
         """
         raise PlanError("LoRA on 4-bit experts cannot be compiled: leave torch.compile off")
 

@@ -2,7 +2,7 @@
 
 import ctypes
 import struct
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton.language as tl
@@ -112,25 +112,20 @@ def map_of(m: int, k: int, columns: int, dtype: torch.dtype) -> tuple[int, ...]:
     Raises CannotLaunchError if the driver knows no tensor maps, refuses this one, or lays it out
     otherwise.
     """
-    near = 1 << 20
-    far = 3 << 40
-    first = _encoded(near, m, k, columns, dtype)
-    second = _encoded(far, m, k, columns, dtype)
-    if first[0] != near or second[0] != far or first[1:] != second[1:]:
-        raise CannotLaunchError("a tensor map does not begin with its address")
-    return first[1:]
-
-
-def _encoded(address: int, m: int, k: int, columns: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Returns a tensor map as the driver makes it: dimensions are k % 64, row, and k // 64."""
+    try:
+        encode = cuda_driver().cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise CannotLaunchError(f"the driver makes no tensor maps: {error}") from error
     # the driver wants it at a multiple of 64
     buffer = ctypes.create_string_buffer(8 * MAP_WORDS + 64)
     place = -(-ctypes.addressof(buffer) // 64) * 64
     kind = _BFLOAT16 if dtype == torch.bfloat16 else _FLOAT16
+    address = (3 << 40) + (1 << 20)  # any
+    # dimensions are k % 64, row, and k // 64
     sizes = (ctypes.c_uint64 * 3)(64, m, k // 64)
     strides = (ctypes.c_uint64 * 2)(2 * k, 128)  # bytes between rows, and between pieces of 64 k
     box = (ctypes.c_uint32 * 3)(64, columns, 2)
-    status = _encoder()(
+    status = encode(
         ctypes.c_void_p(place),
         ctypes.c_int(kind),
         ctypes.c_uint32(3),
@@ -146,12 +141,7 @@ def _encoded(address: int, m: int, k: int, columns: int, dtype: torch.dtype) -> 
     )
     if status != 0:
         raise CannotLaunchError(f"cuTensorMapEncodeTiled returned {status}")
-    return struct.unpack(f"<{MAP_WORDS}q", ctypes.string_at(place, 8 * MAP_WORDS))
-
-
-def _encoder() -> Any:
-    """Returns what the driver makes tensor maps with."""
-    try:
-        return cuda_driver().cuTensorMapEncodeTiled
-    except (OSError, AttributeError) as error:
-        raise CannotLaunchError(f"the driver makes no tensor maps: {error}") from error
+    first, *others = struct.unpack(f"<{MAP_WORDS}q", ctypes.string_at(place, 8 * MAP_WORDS))
+    if first != address:
+        raise CannotLaunchError("a tensor map does not begin with its address")
+    return tuple(others)
