@@ -44,8 +44,8 @@ _JSON_INTRODUCTION: Final = f"""\
 ## What --json prints
 
 Each result begins with `schema_version`, `nf4conv` (the version) and `command`. The result of
-`verify` then has the `verdict` in one line. `schema_version` is {SCHEMA_VERSION}. It grows
-when a field is renamed, removed, or gets another meaning, not when a field is added. Sizes are in
+`verify` then has the `verdict` in one line. `schema_version` is {SCHEMA_VERSION}; it grows
+when a field is renamed, removed, or gets another meaning, not when one is added. Sizes are in
 bytes, times in seconds; errors are ratios. Numbers that JSON cannot spell are the strings `"nan"`,
 `"inf"` and `"-inf"`. The functions of the Python API return the same results as dataclasses.
 

@@ -21,7 +21,7 @@ Names: TypeAlias = tuple[str, ...] | list[str]
 
 DTYPES: Final = get_args(Dtype)
 
-_SHARD_SIZE: Final = "Make no file larger. Several are written at a time."
+_SHARD_SIZE: Final = "Make no weight file larger. Several are written at a time."
 
 
 def _is_part(part: str) -> bool:
@@ -47,16 +47,18 @@ class SourceOptions(Checked):
 
     revision: str | None = option("Take this branch, tag or commit on the Hub.", unset="main")
     subfolder: str | None = option("Take the checkpoint in this subfolder.")
-    variant: str | None = option("Take weight files with this word, such as fp16.")
-    gguf_file: str | None = option("Take the GGUF file with this name in a folder.", metavar="NAME")
+    variant: str | None = option("Take weight files with this word in their names, such as fp16.")
+    gguf_file: str | None = option("Take this GGUF file of a folder or repository.", metavar="NAME")
     config_from: str | None = option(
-        "Take config and tokenizer for a GGUF file here.", metavar="MODEL"
+        "Take config and tokenizer of a GGUF file from here.", metavar="MODEL"
     )
     stream: bool = option("Fetch weights as they are needed; keep no copy.", default=False)
     cache_dir: str | Path | None = option(
         "Keep downloads in this folder.", metavar="DIRECTORY", unset="HF_HUB_CACHE"
     )
-    local_files_only: bool = option("Take what was downloaded, and ask no Hub.", default=False)
+    local_files_only: bool = option(
+        "Take what was downloaded before, and ask no Hub.", default=False
+    )
     token: str | None = option(
         "Use this token for the Hub.", is_secret=True, unset="that of hf auth login"
     )
@@ -145,13 +147,13 @@ class QuantizeOptions(PushOptions, RunOptions):
         "Let 32, 64, … or 4096 weights share a scale.", unset="64, or SRC's own"
     )
     double_quant: bool | None = option(
-        "Quantize scales too: 4.13 instead of 4.5 bits a weight.", unset="as in SRC, or do"
+        "Quantize scales too: 4.13 instead of 4.5 bits a weight.", unset="as in SRC, or yes"
     )
     compute_dtype: Dtype | None = option(
         "Let loaders compute in this dtype.", unset="--dtype, or bfloat16 for float32"
     )
     dtype: Dtype | None = option(
-        "Store the rest in bf16, fp16 or fp32.", unset="that of config.json"
+        "Store what is not packed in bf16, fp16 or fp32.", unset="that of config.json"
     )
     include: Names = option(
         "Pack only tensors whose names match this pattern, also in vision and audio parts.",
@@ -188,14 +190,14 @@ class QuantizeOptions(PushOptions, RunOptions):
         unset="absmax, or SRC's own",
     )
     calibrate: str | None = option(
-        "Lose less: let the model read this text (.txt, .jsonl, .npy; 'default' for what nf4conv "
-        "ships) meanwhile.",
+        "Round so that what the model computes on this text changes little: a .txt, .jsonl or "
+        ".npy file, or 'default' for what nf4conv ships.",
         group="Usual",
         metavar="TEXT",
     )
     calibrate_output: Literal["qkv", "all"] | None = option(
-        "With --calibrate, count how much the predictions depend on the outputs of queries, keys "
-        "and values, or of all weights: one backward pass more.",
+        "With --calibrate, weigh outputs by how much the predictions depend on them: those of "
+        "queries, keys and values, or all. Takes a backward pass more.",
         needs="calibrate",
     )
     calibration_tokens: int | None = option(

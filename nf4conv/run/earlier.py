@@ -1,6 +1,5 @@
 """Recognises a folder that already holds a plan's result, so that nothing is computed again."""
 
-import json
 import logging
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Final
 from nf4conv.check.structure import read_structure
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
+from nf4conv.output.folder import shortened
 from nf4conv.output.workspace import tidy
 from nf4conv.plan.jobs import Shard
 from nf4conv.plan.writing import WritingPlan
@@ -106,7 +106,7 @@ def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) 
     if not differing:
         return
     key = differing[0]
-    was, now_is = json.dumps(old.get(key)), json.dumps(new.get(key))
+    was, now_is = shortened(old.get(key)), shortened(new.get(key))
     what = f"{key.replace('_', '-')} was {was} and is {now_is} now"
     if key.endswith("sha256"):
         what = "the source has changed since"

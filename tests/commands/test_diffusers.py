@@ -252,7 +252,7 @@ def test_resuming_keeps_finished_components(pipeline, tmp_path, after):
     assert not (out / "model_index.json").exists()
     kept = out / "transformer" / WEIGHTS["transformer"]
     before = kept.stat()
-    with pytest.raises(OutputError, match="blocksize was null and is 128 now"):
+    with pytest.raises(OutputError, match="blocksize was not given and is 128 now"):
         quantize(pipeline, out, blocksize=128)
     seen: list[int] = []
     report = quantize(pipeline, out, progress=seen.append)
@@ -273,7 +273,7 @@ def test_another_pipeline_is_not_overwritten_unasked(pipeline, tmp_path):
     (out / ".nf4conv/lock").touch()
     assert quantize(pipeline, out).already_complete
     assert contents(out) == whole
-    with pytest.raises(OutputError, match="blocksize was null and is 128 now"):
+    with pytest.raises(OutputError, match="blocksize was not given and is 128 now"):
         quantize(pipeline, out, blocksize=128)
     assert contents(out) == whole
     quantize(pipeline, out, blocksize=128, overwrite=True)

@@ -74,7 +74,7 @@ def test_another_job_s_result_is_not_taken_for_this_one_s(source: Path, tmp_path
     nf4conv.quantize(source, tmp_path / "out", **CPU)
     with pytest.raises(
         OutputError,
-        match=r"blocksize was null and is 128 now\); choose another folder, or --overwrite",
+        match=r"blocksize was not given and is 128 now\); choose another folder, or --overwrite",
     ):
         nf4conv.quantize(source, tmp_path / "out", blocksize=128, **CPU)
     shard = source / "model-00001-of-00002.safetensors"
