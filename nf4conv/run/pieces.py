@@ -10,8 +10,8 @@ from typing import Final, NamedTuple, TypeVar
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.plan.jobs import PackJob
-from nf4conv.sources.cutting import Piece, encoded_pieces, packed_pieces, plain_pieces
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts, packed_in_order
+from nf4conv.sources.cutting import Piece, pieces_of
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts
 from nf4conv.sources.tensors import FileRange, TensorInfo
 
 T = TypeVar("T")
@@ -48,8 +48,7 @@ def weight_pieces(job: PackJob, piece: int, most: int, unit: int) -> list[Weight
     else:
         begin, end = job.source_range
         run = job.source._replace(shape=(job.elements,), start=begin, stop=end)
-        elements = piece * 8 // DTYPE_BITS[run.dtype]
-        pieces = plain_pieces(run, max(elements - elements % unit, unit))
+        pieces = list(pieces_of(run, piece * 8 // DTYPE_BITS[run.dtype], unit))
     if not pieces:
         return [WeightPiece(job, 0, job.elements, None)]
     return [WeightPiece(job, start, tensor.elements, tensor) for tensor, start in pieces]
@@ -61,13 +60,11 @@ def _matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
     is_cut = matrix.transpose or matrix.columns is not None or matrix.step > 1
     if source.encoding is None or is_cut or matrix.expert is not None:
         return []
-    if matrix.rows is None and packed_in_order(source) is not None:
-        return packed_pieces(source, most, unit)
     if matrix.rows is not None:
         if not source.can_cut(matrix.rows[0]):
             return []
         source = source.rows(*matrix.rows)
-    return list(encoded_pieces(source, most, unit))
+    return list(pieces_of(source, most, unit))
 
 
 def located(job: PackJob) -> tuple[TensorInfo, PackedMatrix]:
@@ -95,15 +92,6 @@ def scale_ranges(stored: Bitsandbytes4bit, piece: WeightPiece) -> dict[str, File
     parts = cut_parts(dict(stored.parts), stored.format.blocksize, piece.start, stop)
     roles = ("absmax", "nested_absmax")
     return {role: parts[role].file_range for role in roles if role in parts}
-
-
-def pieces_of(source: TensorInfo, most: int) -> Iterable[Piece]:
-    """Cuts a tensor into pieces of at most `most` elements, if it can be cut so."""
-    if source.encoding is None:
-        return plain_pieces(source, most // 64 * 64)
-    if packed_in_order(source) is not None:
-        return packed_pieces(source, most)
-    return encoded_pieces(source, most)
 
 
 def interleave(groups: Iterable[Iterable[T]], width: int) -> Iterator[T]:

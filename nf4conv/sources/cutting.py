@@ -21,43 +21,28 @@ class Piece(NamedTuple):
     start: int  # elements of the whole tensor before it
 
 
-def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Piece]:
-    """Cuts an encoded tensor into pieces that can be decoded one by one, in order; one that cannot
-    be cut is a single piece.
+def pieces_of(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Piece]:
+    """Cuts a tensor into pieces in order: flat ones, unless it is encoded and no 4-bit weight whose
+    codes stand in order. One that cannot be cut is a single piece, and so is one without elements.
 
-    A piece has at most `most` elements, unless a single row has more, and begins at a multiple of
-    `unit` elements.
-    """
-    for start, [piece] in _cut_alike([tensor], most, unit):
-        yield Piece(piece, start)
-
-
-def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
-    """Cuts a weight for which `packed_in_order` returns an encoding into flat pieces, in order;
-    `most` and `unit` are as of `packed_spans`. A weight without elements is one piece.
+    A piece has at most `most` elements, unless a row or 256 blocks that are decoded together have
+    more, and begins at a multiple of `unit` elements.
     """
     encoding = packed_in_order(tensor)
-    assert encoding is not None
-    spans = packed_spans(tensor.elements, encoding.format.blocksize, most, unit)
-    if not spans:
-        spans.append((0, 0))
-    pieces = []
-    for start, stop in spans:
-        run = tensor._replace(shape=(stop - start,), encoding=encoding.run(start, stop))
-        pieces.append(Piece(run, start))
-    return pieces
-
-
-def plain_pieces(tensor: TensorInfo, most: int) -> list[Piece]:
-    """Cuts a tensor that is stored as it is into flat pieces of at most `most` elements, in order.
-    A tensor without elements is one piece.
-    """
-    elements = tensor.elements
-    pieces = []
-    for start in range(0, max(elements, 1), most):
-        stop = min(start + most, elements)
-        pieces.append(Piece(cut_elements(tensor, start, stop), start))
-    return pieces
+    if encoding is not None:
+        spans = packed_spans(tensor.elements, encoding.format.blocksize, most, unit)
+        for start, stop in spans or [(0, 0)]:
+            run = encoding.run(start, stop)
+            yield Piece(tensor._replace(shape=(stop - start,), encoding=run), start)
+    elif tensor.encoding is None:
+        together = math.lcm(unit, 64)
+        step = max(most - most % together, together)
+        for start in range(0, max(tensor.elements, 1), step):
+            stop = min(start + step, tensor.elements)
+            yield Piece(cut_elements(tensor, start, stop), start)
+    else:
+        for start, [piece] in _cut_alike([tensor], most, unit):
+            yield Piece(piece, start)
 
 
 def pieces_alike(
@@ -94,7 +79,7 @@ def _cut_alike(
     tensors: Sequence[TensorInfo], most: int, unit: int
 ) -> Iterator[tuple[int, Sequence[TensorInfo]]]:
     """Cuts tensors of one shape at the same places; yields the first element, and a piece of each.
-    `most` and `unit` are as of `encoded_pieces`.
+    `most` and `unit` are as of `pieces_of`.
     """
     shape = tensors[0].shape
     matrix_size = math.prod(shape[1:])

@@ -16,7 +16,7 @@ from nf4conv.format.integers import IntegerLayout
 from nf4conv.run.device.on_torch.device import TorchBackend
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_decoded
 from nf4conv.run.worker import Worker
-from nf4conv.sources.cutting import encoded_pieces, packed_pieces
+from nf4conv.sources.cutting import pieces_of
 from nf4conv.sources.foreign.bitsandbytes import read_weight
 from nf4conv.sources.foreign.floats import Fp4, Scaled
 from nf4conv.sources.foreign.integers import Awq, CompressedIntegers, Gptq, PackedIntegers
@@ -147,7 +147,7 @@ def write_encoded(folder: Path, case: str) -> TensorInfo:
 def test_pieces_decode_to_the_whole(tmp_path: Path, case: str):
     tensor = write_encoded(tmp_path, case)
     for most, unit in product([1, 5000, 10**6], [1, 32, 512]):
-        pieces = [*encoded_pieces(tensor, most, unit)]
+        pieces = [*pieces_of(tensor, most, unit)]
         starts = [piece.start for piece in pieces] + [tensor.elements]
         assert starts[0] == 0
         assert all(start % unit == 0 for start in starts[:-1])
@@ -169,7 +169,7 @@ def test_pieces_decode_to_the_whole(tmp_path: Path, case: str):
 )
 def test_what_can_be_cut_is_cut(tmp_path: Path, case: str):
     tensor = write_encoded(tmp_path, case)
-    assert len([*encoded_pieces(tensor, 2000)]) > 1
+    assert len([*pieces_of(tensor, 2000)]) > 1
 
 
 @pytest.mark.parametrize("elements", [1, 4095, 32768, 100_001])
@@ -188,7 +188,7 @@ def test_packed_weights_in_pieces(tmp_path: Path, elements: int):
         encoding, faults = read_weight(parts.pop("values"), parts, read_bytes)
         assert not faults
         tensor = TensorInfo("w", "BF16", (1, elements), file, 0, len(content), encoding)
-        pieces = packed_pieces(tensor, 20_000, unit)
+        pieces = list(pieces_of(tensor, 20_000, unit))
         assert len(pieces) > 1 or elements <= 32768
         assert all(
             piece.start % unit == 0 and piece.start % (256 * blocksize) == 0 for piece in pieces

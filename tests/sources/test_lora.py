@@ -374,7 +374,7 @@ FACTORS = {f"{Q}.lora_A.weight": torch.ones(4, 64), f"{Q}.lora_B.weight": torch.
         ({}, {"ensure_weight_tying": True}, "a head that is kept tied"),
         ({}, {"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
         ({}, {"init_lora_weights": "loftq"}, "changed the base's weights"),
-        ({}, {"rank_pattern": {"(": 3}}, "rank_pattern: keys are no regular expressions"),
+        ({}, {"rank_pattern": {"(": 3}}, "rank_pattern: expected .*missing \\)"),
         ({}, {"alpha_pattern": ["q"]}, "alpha_pattern: expected a JSON object"),
         ({}, {"alpha_pattern": {"q" * 1001: 3}}, "alpha_pattern: .* of up to 1,000 characters"),
         ({}, {"target_parameters": "up"}, "target_parameters: not a list of names"),

@@ -18,8 +18,9 @@ from nf4conv.run.device.on_driver.kernels import (
     packing_steps,
 )
 from nf4conv.run.device.on_driver.loading import kernels_for_tensor
-from nf4conv.run.pieces import ENOUGH, pieces_of, whole_weight
+from nf4conv.run.pieces import ENOUGH, whole_weight
 from nf4conv.run.worker import Backend
+from nf4conv.sources.cutting import pieces_of
 
 if TYPE_CHECKING:
     from nf4conv.run.device.on_torch.device import TorchBackend

@@ -37,9 +37,9 @@ from nf4conv.run.device.on_torch.reading import (
 )
 from nf4conv.run.device.protocol import Gathered
 from nf4conv.run.loop import Task
-from nf4conv.run.pieces import WeightPiece, pieces_of, weight_pieces
+from nf4conv.run.pieces import WeightPiece, weight_pieces
 from nf4conv.run.worker import Activity, Worker
-from nf4conv.sources.cutting import Piece
+from nf4conv.sources.cutting import Piece, pieces_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts
 from nf4conv.sources.tensors import FileRange, TensorInfo, cut_elements
 

@@ -19,9 +19,9 @@ from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.report.measured import WeightResult
 from nf4conv.run.device.choice import open_torch
 from nf4conv.run.loop import make_pipeline
-from nf4conv.run.pieces import pieces_of
 from nf4conv.run.worker import Worker
 from nf4conv.sources.arranged import StackedExperts
+from nf4conv.sources.cutting import pieces_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source

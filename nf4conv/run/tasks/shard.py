@@ -16,13 +16,12 @@ from nf4conv.run.pieces import (
     LARGEST_BATCH,
     batches,
     interleave,
-    pieces_of,
     weight_pieces,
 )
 from nf4conv.run.tasks.keep import convert, copy_as_it_is, copy_stored_weight
 from nf4conv.run.tasks.pack import pack_batch, pack_pieces
 from nf4conv.run.worker import Backend, Destination
-from nf4conv.sources.cutting import share_parts
+from nf4conv.sources.cutting import pieces_of, share_parts
 
 
 class ShardTask(NamedTuple):

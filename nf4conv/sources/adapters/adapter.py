@@ -133,19 +133,19 @@ class Adapter:
         found = {}
         for key in ("rank_pattern", "alpha_pattern"):
             place = f"{self.place}/{ADAPTER_CONFIG}: {key}"
-            values = self.config.get(key) or {}
-            if not isinstance(values, Mapping) or any(len(p) > _LONGEST_PATTERN for p in values):
-                raise SourceError(
-                    f"{place}: expected a JSON object with regular expressions of up to "
-                    f"{_LONGEST_PATTERN:,} characters as keys"
-                )
             try:
+                values = dict(self.config.get(key) or {})
+                if any(len(pattern) > _LONGEST_PATTERN for pattern in values):
+                    raise ValueError("a key is longer")
                 found[key] = [
                     (re.compile(rf"(.*\.)?({pattern})$"), value)
                     for pattern, value in values.items()
                 ]
-            except (re.error, OverflowError, RecursionError) as error:
-                raise SourceError(f"{place}: keys are no regular expressions: {error}") from error
+            except (re.error, TypeError, ValueError, OverflowError, RecursionError) as error:
+                raise SourceError(
+                    f"{place}: expected a JSON object with regular expressions of up to "
+                    f"{_LONGEST_PATTERN:,} characters as keys: {error}"
+                ) from error
         return found
 
     @property
