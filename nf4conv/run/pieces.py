@@ -61,7 +61,8 @@ def _matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
     if source.encoding is None or is_cut or matrix.expert is not None:
         return []
     if matrix.rows is not None:
-        if not source.can_cut(matrix.rows[0]):
+        together = source.rows_together
+        if together is None or matrix.rows[0] % together:
             return []
         source = source.rows(*matrix.rows)
     return list(pieces_of(source, most, unit))

@@ -25,7 +25,7 @@ from nf4conv.sources.files import (
     require_own,
 )
 from nf4conv.sources.foreign.presenting import decoded_tensors
-from nf4conv.sources.gguf.opening import card_beside, open_gguf
+from nf4conv.sources.gguf.opening import open_gguf
 from nf4conv.sources.header import MOST_TENSORS, header_json, parse_header
 from nf4conv.sources.pickle_header import read_pickle_header
 from nf4conv.sources.places import from_address, is_repo_id
@@ -180,6 +180,7 @@ def _describe(
         tensors=_read_headers(files, {} if fetched is None else fetched.absent),
         config=read_json(require_own(config, root)) if config.is_file() else None,
         stem=stem,
+        card=folder / "README.md",
         stamps=stamps,
         fetched=fetched,
     )
@@ -244,14 +245,11 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
     file, fetched = fetch_gguf(str(place), name, where)
     beside = tuple(fetched.repository.files)
     opened = open_gguf(file, _folder_of_config(where), fetched.absent, beside)
-    fetched = replace(fetched, folder=opened.folder)
-    card = opened.card_beside
-    if card is None:  # the repository has one for all its folders
+    card = opened.card
+    if card.parent != file.parent:  # the repository has one for all its folders
         inside = PurePosixPath(where.subfolder or "", name)
-        card = card_beside(file.parents[len(inside.parts) - 1] / inside.name)
-    if card is not None:
-        opened = replace(opened, card_beside=card)
-    return replace(opened, fetched=fetched, place=f"{fetched.origin}/{name}")
+        card = file.parents[len(inside.parts) - 1] / "README.md"
+    return replace(opened, fetched=fetched, card=card, place=f"{fetched.origin}/{name}")
 
 
 def _folder_of_config(where: SourceOptions) -> Path | None:

@@ -236,12 +236,12 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
     text = read_small(path, most)
     try:
         content = json.loads(text)
+        if isinstance(content, dict) and _depth(content) > _DEEPEST_JSON:
+            raise ValueError(f"nested more than {_DEEPEST_JSON} times")
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not JSON: {error}", path=path) from error
     if not isinstance(content, dict):
         raise SourceError(f"{path}: not a JSON object", path=path)
-    if _is_deeper(content, _DEEPEST_JSON):
-        raise SourceError(f"{path}: not JSON: nested more than {_DEEPEST_JSON} times", path=path)
     return content
 
 
@@ -283,16 +283,10 @@ def read_small(path: Path, most: int = _LARGEST_JSON) -> bytes:
         return path.read_bytes()
 
 
-def _is_deeper(content: dict[str, Any], most: int) -> bool:
-    """Returns True if a JSON value has containers in containers more than so many times."""
-    level: list[Any] = [content]
-    for _ in range(most):
-        below = []
-        for container in level:
-            values = container.values() if isinstance(container, dict) else container
-            below += [value for value in values if isinstance(value, (dict, list))]
-        level = below
-    return bool(level)
+def _depth(value: Any) -> int:
+    """Returns how many times containers are nested in each other."""
+    inside = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(one) for one in inside if isinstance(one, (dict, list))), default=0)
 
 
 def read_ids(path: Path) -> "npt.NDArray[np.integer[Any]]":

@@ -39,6 +39,7 @@ class Source:
         tensors: every tensor, in the order of files and of bytes within a file.
         config: the content of config.json; None if there is none.
         stem: the base name of the weight files: "model", or what the source calls them.
+        card: where the model card is, if there is one.
         notes: what the user should know about the source.
         stamps: what each weight file was when its header was read; empty for a commit of the Hub,
             which cannot change.
@@ -48,7 +49,6 @@ class Source:
         place: the GGUF file that the user named; None for any other source.
         made: what makes each file beside the weights, in pieces, by its name; None if these are in
             `folder`, and not made of a header.
-        card_beside: the model card, if it is not in `folder`: that beside a GGUF file.
     """
 
     folder: Path
@@ -57,13 +57,13 @@ class Source:
     tensors: tuple[TensorInfo, ...]
     config: Mapping[str, Any] | None
     stem: str
+    card: Path
     notes: tuple[str, ...] = ()
     stamps: Mapping[Path, list[int]] = field(default_factory=dict)
     fetched: "Fetched | None" = None
     adapters: "tuple[Adapter, ...]" = ()
     place: str | None = None
     made: Mapping[str, Callable[[], Iterable[bytes]]] | None = None
-    card_beside: Path | None = None
 
     @cached_property
     def by_name(self) -> dict[str, TensorInfo]:
@@ -79,11 +79,6 @@ class Source:
     def is_gguf(self) -> bool:
         """Returns True if the tensors are those of a GGUF file."""
         return self.place is not None
-
-    @property
-    def card(self) -> Path:
-        """Returns where the model card is, if there is one."""
-        return self.card_beside or self.folder / "README.md"
 
     def auxiliary(self) -> tuple[PurePosixPath, ...]:
         """Lists the files that are copied beside the weights, relative to `folder`; raises a

@@ -95,13 +95,8 @@ class TensorInfo(NamedTuple):
             return None
         return 1 if self.encoding is None else self.encoding.rows_together(self)
 
-    def can_cut(self, row: int) -> bool:
-        """Returns True if it can be cut before a row."""
-        together = self.rows_together
-        return together is not None and row % together == 0
-
     def rows(self, start: int, stop: int) -> "TensorInfo":
-        """Returns rows start … stop: all rows, or some between two that `can_cut` allows."""
+        """Returns rows start … stop: all rows, or some between multiples of `rows_together`."""
         if (start, stop) == (0, self.shape[0] if self.shape else 1):
             return self
         if self.encoding is None:

@@ -25,7 +25,7 @@ from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.adapter import Adapter, Targeted, open_adapter
 from nf4conv.sources.adapters.experts import changes_of_parameters
 from nf4conv.sources.adapters.modules import Base, Place, delta_at, misfit
-from nf4conv.sources.arranged import LowRankDelta, Merged, Strided
+from nf4conv.sources.arranged import Merged, Strided
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.source import Source, stamps_of
 from nf4conv.sources.tensors import TensorInfo
@@ -43,94 +43,73 @@ def open_merged(source: str | Path, where: SourceOptions | None, lora: Sequence[
         raise PlanError(
             f"{source}: --lora is for one part of a diffusers pipeline: --subfolder transformer"
         ) from error
-    if not lora:
-        return opened
-    merging = _Merging(opened)
-    adapters = []
     for place in lora:
-        adapter = open_adapter(place, where)
-        merging.add(adapter)
-        adapters.append(adapter)
-    return merging.result(adapters)
+        opened = _merged(opened, open_adapter(place, where))
+    return opened
 
 
-class _Merging:
-    """Merges adapters into a source, one after the other."""
+def _merged(source: Source, adapter: Adapter) -> Source:
+    """Merges an adapter into a source, into which others may have been merged before."""
+    base = Base(source)
+    note = separate_head(base, adapter)
+    for name, replacement in adapter.replaced.items():
+        _replace(base, adapter, name, replacement)
+    modules: dict[str, list[Targeted]] = {}
+    for part in adapter.targeted:
+        modules.setdefault(part.module, []).append(part)
+    for module, parts in modules.items():
+        weight = base.find(f"{module}.weight")
+        if weight is not None and len(parts) == 1:
+            path = f"{module}.weight" if adapter.targets(f"{module}.weight") else module
+            place = Place(weight, is_transposed(module_of(weight.name), base.names.families))
+            changes = [(weight, delta_at(adapter, parts[0], path, place))]
+        else:  # parts of the module's own parameters
+            changes = list(changes_of_parameters(base, adapter, module, parts))
+        for tensor, delta in changes:
+            found = base.tensors[tensor.name]
+            if isinstance(found.encoding, Merged):
+                merged = replace(found.encoding, deltas=(*found.encoding.deltas, delta))
+            else:
+                merged = Merged(found, (delta,))
+            base.tensors[tensor.name] = found._replace(encoding=merged)
+    counts = f"{len(modules):,} modules changed, {len(adapter.replaced):,} tensors replaced"
+    notes = [f"{adapter} merged: {counts}{note}"]
+    trained_on = str(adapter.config.get("base_model_name_or_path") or "")
+    name = PurePosixPath(trained_on).name
+    if name and name != PurePosixPath(str(source).partition("@")[0]).name:
+        notes.append(f"{adapter}: was trained on {trained_on}, and is merged into {source}")
+    local = [adapter.file] if adapter.origin is None else []  # a commit cannot change
+    return replace(
+        source,
+        files=(*source.files, adapter.file),
+        tensors=tuple(base.tensors.values()),
+        config=None if source.config is None else base.config,
+        notes=(*source.notes, *notes),
+        adapters=(*source.adapters, adapter),
+        stamps={**source.stamps, **stamps_of(local)},
+    )
 
-    def __init__(self, source: Source) -> None:
-        self._base = Base(source)
-        self._deltas: dict[str, list[LowRankDelta]] = {}  # by the name of the tensor on disk
-        self._replaced_by: dict[str, str] = {}  # the adapter's place, by that name
-        self._notes: list[str] = []
 
-    def add(self, adapter: Adapter) -> None:
-        """Merges an adapter into the source as it is by now."""
-        note = separate_head(self._base, adapter)
-        for name, replacement in adapter.replaced.items():
-            self._replace(adapter, name, replacement)
-        families = self._base.names.families
-        modules: dict[str, list[Targeted]] = {}
-        for part in adapter.targeted:
-            modules.setdefault(part.module, []).append(part)
-        for module, parts in modules.items():
-            weight = self._base.find(f"{module}.weight")
-            if weight is not None and len(parts) == 1:
-                path = f"{module}.weight" if adapter.targets(f"{module}.weight") else module
-                place = Place(weight, is_transposed(module_of(weight.name), families))
-                changes = [(weight, delta_at(adapter, parts[0], path, place))]
-            else:  # parts of the module's own parameters
-                changes = list(changes_of_parameters(self._base, adapter, module, parts))
-            for tensor, delta in changes:
-                self._deltas.setdefault(tensor.name, []).append(delta)
-        counts = f"{len(modules):,} modules changed, {len(adapter.replaced):,} tensors replaced"
-        self._notes.append(f"{adapter} merged: {counts}{note}")
-        trained_on = str(adapter.config.get("base_model_name_or_path") or "")
-        name = PurePosixPath(trained_on).name
-        source = str(self._base.source)
-        if name and name != PurePosixPath(source.partition("@")[0]).name:
-            self._notes.append(
-                f"{adapter}: was trained on {trained_on}, and is merged into {source}"
-            )
-
-    def _replace(self, adapter: Adapter, name: str, tensor: TensorInfo) -> None:
-        """Puts a tensor of an adapter in the place of the one of this name in the model."""
-        found = self._base.find(name)
-        if found is None:
-            raise self._base.lacks(adapter, name)
-        if found.shape != tensor.shape:
-            why = "an adapter of a resized vocabulary needs a base that is resized alike"
-            raise SourceError(f"{misfit(adapter, tensor, found)}; {why}")
-        if tensor.dtype != found.dtype and not {tensor.dtype, found.dtype} <= set(FLOAT_DTYPES):
-            raise SourceError(
-                f"{adapter.file}: {tensor.name} is {tensor.dtype}, and is to replace {found.name}, "
-                f"which is {found.dtype}"
-            )
-        other = self._replaced_by.setdefault(found.name, adapter.place)
-        if other != adapter.place:
-            raise SourceError(
-                f"{adapter.place}: {name}: {other} has one in its place too, and only one of them "
-                f"can"
-            )
-        self._base.tensors[found.name] = _in_place_of(found, tensor)
-
-    def result(self, adapters: Sequence[Adapter]) -> Source:
-        """Returns the source with everything that has been added."""
-        source = self._base.source
-        tensors = self._base.tensors
-        for name, deltas in self._deltas.items():
-            below = tensors[name]
-            tensors[name] = below._replace(encoding=Merged(below, tuple(deltas)))
-        # a commit cannot change
-        local = [adapter.file for adapter in adapters if adapter.origin is None]
-        return replace(
-            source,
-            files=(*source.files, *(adapter.file for adapter in adapters)),
-            tensors=tuple(tensors.values()),
-            config=None if source.config is None else self._base.config,
-            notes=(*source.notes, *self._notes),
-            adapters=tuple(adapters),
-            stamps={**source.stamps, **stamps_of(local)},
+def _replace(base: Base, adapter: Adapter, name: str, tensor: TensorInfo) -> None:
+    """Puts a tensor of an adapter in the place of the one of this name in the model."""
+    found = base.find(name)
+    if found is None:
+        raise base.lacks(adapter, name)
+    if found.shape != tensor.shape:
+        why = "an adapter of a resized vocabulary needs a base that is resized alike"
+        raise SourceError(f"{misfit(adapter, tensor, found)}; {why}")
+    if tensor.dtype != found.dtype and not {tensor.dtype, found.dtype} <= set(FLOAT_DTYPES):
+        raise SourceError(
+            f"{adapter.file}: {tensor.name} is {tensor.dtype}, and is to replace {found.name}, "
+            f"which is {found.dtype}"
         )
+    for other in base.source.adapters:
+        if found.unmerged.file == other.file:
+            raise SourceError(
+                f"{adapter.place}: {name}: {other.place} has one in its place too, and only one of "
+                f"them can"
+            )
+    base.tensors[found.name] = _in_place_of(found, tensor)
 
 
 def _in_place_of(found: TensorInfo, tensor: TensorInfo) -> TensorInfo:

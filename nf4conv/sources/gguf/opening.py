@@ -71,6 +71,7 @@ def open_gguf(
         config = config_of(sizes, names, family, presented, dtype)
         made = tokenizer_files(metadata) or {}
         notes.append(_note_on_metadata(tensors, has_tokenizer=bool(made)))
+    card = files[0].parent / "README.md"
     number = {file: number for number, file in enumerate(files)}
     return Source(
         folder=folder,
@@ -82,15 +83,9 @@ def open_gguf(
         notes=tuple(notes),
         stamps=stamps,
         place=str(path),
-        card_beside=card_beside(files[0]),
+        card=card if card.is_file() else folder / "README.md",
         made=made,
     )
-
-
-def card_beside(file: Path) -> Path | None:
-    """Returns the model card in the folder of a GGUF file; None if there is none."""
-    card = file.parent / "README.md"
-    return card if card.is_file() else None
 
 
 def _files_of(path: Path, absent: Collection[Path]) -> list[Path]:
