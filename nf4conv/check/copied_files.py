@@ -21,7 +21,7 @@ _LARGEST_TOKENIZER: Final = 2**28  # bytes
 
 def check_copied_files(structure: Structure, source: Source) -> None:
     """Notes every file beside the weights that is not the source's; with --exact, as faults."""
-    names = source.auxiliary()
+    names = source.auxiliary
     if not names:
         return
     with source.whole_folder() as folder:

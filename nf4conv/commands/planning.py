@@ -48,7 +48,7 @@ def planned(source: str | Path, options: WritingOptions) -> AnyPlan:
         totals.copied,
         totals.shards,
         size(totals.bytes_after),
-        sum(len(part.auxiliary) for part in plan.parts),
+        sum(len(part.source.auxiliary) for part in plan.parts),
     )
     return plan
 
@@ -113,7 +113,7 @@ def _plan_quantized_pipeline(folder: DiffusersFolder, options: QuantizeOptions) 
         plan = None
         if is_packed_by_default(name) and (mine.include or not options.include):
             plan = _plan_quantized(folder.place, mine, where)
-        if plan is None or not plan.packs_anything:
+        if plan is None or not plan.totals.packed:
             plan = plan_unchanged(open_stored(folder.place, where), mine)
         submodels[name] = plan
     quantization.require_searched(folder.place, list(submodels.values()), options)

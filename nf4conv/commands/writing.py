@@ -93,7 +93,7 @@ def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
     plan = plan_part(plan, options)
     tell_what_is_read(plan, options)
     is_quantized = isinstance(options, QuantizeOptions)
-    if is_quantized and not any(part.packs_anything for part in plan.parts):
+    if is_quantized and not any(part.weights for part in plan.parts):
         raise PlanError(
             f"{plan.source}: no tensor of this checkpoint would be packed; "
             f"--dry-run shows why each is kept"
@@ -140,7 +140,7 @@ def _write_one(
 def _card(plan: AnyPlan, bytes_after: int, verified: VerificationSummary | None) -> str | None:
     """Writes the model card; None for a decoded model that no adapter is merged into."""
     first = plan.parts[0]
-    if first.command == "dequantize" and not first.source.adapters:
+    if first.options.command == "dequantize" and not first.source.adapters:
         return None
     from nf4conv.report.card import model_card  # importing YAML takes a moment
 

@@ -78,7 +78,7 @@ def _plan_source(place: object, source: Source, options: DequantizeOptions) -> W
     tensors = join_experts(source.tensors, config)
     check_layers(tensors, config)
     evidence = Evidence.gather(tensors, config)
-    jobs = [_decode_or_keep(one, _output_dtype(one, evidence, options)) for one in tensors]
+    jobs = [_decode_or_keep(tensor, evidence, options) for tensor in tensors]
     dtype = options.dtype or _dtype_of_model(config, [job.source for job in jobs])
     if "_class_name" in config:  # of diffusers, whose configs name no dtype
         config = without_quantization(config)
@@ -109,17 +109,11 @@ def _dtype_of_model(config: Mapping[str, Any], tensors: Sequence[TensorInfo]) ->
     return "bfloat16" if has_kept else dominant
 
 
-def _output_dtype(tensor: TensorInfo, evidence: Evidence, options: DequantizeOptions) -> str:
-    """Returns the dtype tag that a tensor is stored in."""
-    if options.dtype is None or tensor.dtype not in FLOAT_TAGS:
-        return tensor.dtype
-    if evidence.is_float32_by_design(tensor):
-        return tensor.dtype
-    return TAGS[options.dtype]
-
-
-def _decode_or_keep(tensor: TensorInfo, dtype: str) -> CopyJob:
+def _decode_or_keep(tensor: TensorInfo, evidence: Evidence, options: DequantizeOptions) -> CopyJob:
     """Returns the job of a tensor."""
+    dtype = tensor.dtype
+    if options.dtype is not None and dtype in FLOAT_TAGS:
+        dtype = dtype if evidence.is_float32_by_design(tensor) else TAGS[options.dtype]
     if tensor.encoding is None:
         return CopyJob(tensor, dtype, "not quantized")
     reason = "decoded" if tensor.unmerged is tensor else "merged with an adapter"

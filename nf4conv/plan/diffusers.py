@@ -81,19 +81,10 @@ def for_submodel(name: str, options: QuantizeOptions) -> QuantizeOptions:
 
     Globs may begin with the submodel's name and a slash; all others apply to every submodel.
     """
-    include = _applying(options.include, name)
-    exclude = _applying(options.exclude, name)
-    return replace(options, include=include, exclude=exclude)
 
+    def applying(patterns: Sequence[str]) -> tuple[str, ...]:
+        # names of tensors have no slash, so a slash always ends the name of a submodel
+        parts = [pattern.rpartition("/") for pattern in patterns]
+        return tuple(rest for owner, _, rest in parts if not owner or fnmatchcase(name, owner))
 
-def _applying(patterns: Sequence[str], submodel: str) -> tuple[str, ...]:
-    """Returns the patterns that concern a submodel, without its name before them.
-
-    Names of tensors have no slash, so a slash always ends the name of a submodel.
-    """
-    found = []
-    for pattern in patterns:
-        owner, _, rest = pattern.rpartition("/")
-        if not owner or fnmatchcase(submodel, owner):
-            found.append(rest)
-    return tuple(found)
+    return replace(options, include=applying(options.include), exclude=applying(options.exclude))

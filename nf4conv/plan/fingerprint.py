@@ -22,7 +22,7 @@ from nf4conv.version import __version__
 def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
     """Returns whatever decides the bytes of a result, as JSON values."""
     found = {
-        "command": plan.command,
+        "command": plan.options.command,
         "version": __version__,
         "torch": version("torch"),
         "device": device.partition(":")[0],
@@ -56,7 +56,7 @@ def shared_fingerprint(
     """
     source = plan.source
     with source.whole_folder() as folder:
-        auxiliary = {str(name): digest_of(folder / name) for name in plan.auxiliary}
+        auxiliary = {str(name): digest_of(folder / name) for name in source.auxiliary}
     config = plan.config_bytes
     last = {
         "shards": [shard.name for shard in plan.whole.shards],

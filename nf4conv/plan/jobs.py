@@ -85,6 +85,10 @@ class PackJob:
         return self.matrix.name
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    @property
     def elements(self) -> int:
         return math.prod(self.matrix.shape)
 
@@ -135,6 +139,10 @@ class CopyJob:
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
 
     @property
     def is_changed(self) -> bool:
@@ -241,11 +249,6 @@ class Plan:
             replace(shard, jobs=tuple(changed(job) for job in shard.jobs)) for shard in self.shards
         )
         return replace(self, shards=shards)
-
-    @cached_property
-    def parameters(self) -> int:
-        """Counts the elements of all tensors."""
-        return sum(job.elements for job in self.jobs)
 
     @cached_property
     def bytes_to_read(self) -> int:

@@ -134,21 +134,13 @@ def _config(
     """Returns the content of the output's config.json; None when the source has none."""
     if source.config is None:
         return None
+    before = (quantization_of(source.config) or {}).get("bnb_4bit_compute_dtype")
+    usual = "bfloat16" if format.dtype == "float32" else format.dtype  # float32 would be slow
     is_of_diffusers = "_class_name" in source.config
     return quantized_config(
         source.config,
         format,
-        compute_dtype=options.compute_dtype or _compute_dtype(source.config, format),
+        compute_dtype=options.compute_dtype or (str(before) if before in DTYPES else usual),
         skip_modules=skip_modules,
         dtype=None if is_of_diffusers else format.dtype,  # diffusers does not know the key
     )
-
-
-def _compute_dtype(config: Mapping[str, Any], format: Format) -> str:
-    """Returns the dtype that loaders compute in, where the user leaves it open."""
-    before = (quantization_of(config) or {}).get("bnb_4bit_compute_dtype")
-    if before in DTYPES:
-        return str(before)
-    if format.dtype == "float32":
-        return "bfloat16"  # computing in float32 would be slow
-    return format.dtype

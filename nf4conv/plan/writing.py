@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final, Self
 
 from nf4conv.choose.experts import Readers, readers_of
@@ -98,11 +98,6 @@ class WritingPlan:
     calibrated: Mapping[str, Any] | None = None
 
     @property
-    def command(self) -> str:
-        """Returns the name of the command that makes it."""
-        return self.options.command
-
-    @property
     def parts(self) -> list[Self]:
         """Returns itself, as a pipeline's plan returns those of its submodels."""
         return [self]
@@ -112,35 +107,31 @@ class WritingPlan:
         """Returns what is done for each output tensor."""
         return self.output.jobs
 
-    @cached_property
-    def auxiliary(self) -> tuple[PurePosixPath, ...]:
-        """Lists the files that are copied beside the weights, relative to the source's folder."""
-        return self.source.auxiliary()
-
     def rows(self) -> list[TensorRow]:
         """Returns a row for each weight that is packed or decoded and each tensor that is kept."""
-        return [self.row(job, shard.name) for shard in self.output.shards for job in shard.jobs]
+        rows = []
+        for shard in self.output.shards:
+            for job in shard.jobs:
+                dtype = job.source.dtype if isinstance(job, PackJob) else job.dtype
+                row = TensorRow(
+                    name=job.name,
+                    action=self._action_of(job),
+                    reason=job.reason,
+                    dtype=DTYPE_NAMES.get(dtype, dtype),
+                    shape=job.shape,
+                    parameters=job.elements,
+                    bytes_before=job.source_bytes if _is_counted(job) else 0,
+                    bytes=job.nbytes,
+                    file=shard.name,
+                )
+                rows.append(row)
+        return rows
 
-    def row(self, job: Job, file: str) -> TensorRow:
-        """Describes one job, whose result is in this output file."""
-        dtype = job.source.dtype if isinstance(job, PackJob) else job.dtype
-        return TensorRow(
-            name=job.name,
-            action=self.action_of(job),
-            reason=job.reason,
-            dtype=DTYPE_NAMES.get(dtype, dtype),
-            shape=job.matrix.shape if isinstance(job, PackJob) else job.source.shape,
-            parameters=job.elements,
-            bytes_before=job.source_bytes if _is_counted(job) else 0,
-            bytes=job.nbytes,
-            file=file,
-        )
-
-    def action_of(self, job: Job) -> str:
+    def _action_of(self, job: Job) -> str:
         """Returns what becomes of a tensor, as TensorRow has it."""
         if isinstance(job, PackJob):
             return "pack" if job.stored is None else "stay"
-        if self.command == "dequantize":
+        if self.options.command == "dequantize":
             if job.source.unmerged is not job.source:
                 return "merge"
             if job.source.encoding is not None:
@@ -151,14 +142,14 @@ class WritingPlan:
     def totals(self) -> PlanTotals:
         """Adds up the rows."""
         jobs = [job for job in self.output.jobs if _is_counted(job)]
-        counts = Counter(map(self.action_of, jobs))
+        counts = Counter(map(self._action_of, jobs))
         return PlanTotals(
             packed=counts["pack"] + counts["stay"],
             stay=counts["stay"],
             decoded=counts["decode"] + counts["merge"],
             copied=counts["copy"] + counts["cast"],
             shards=len(self.output.shards),
-            parameters=self.output.parameters,
+            parameters=sum(job.elements for job in self.output.jobs),
             bytes_before=sum(job.source_bytes for job in jobs),
             bytes_after=self.output.largest_size,
         )
@@ -179,7 +170,7 @@ class WritingPlan:
         options = deciding(self.options)
         weights = groups_of(self.weights)
         others = count_dtypes(not_packed(self.whole, self.weights))
-        record = record_of(self.source, self.command, __version__, options, weights, others)
+        record = record_of(self.source, self.options.command, __version__, options, weights, others)
         if self.calibration is not None:
             record["calibration"] = self.calibration.described
         if self.calibrated is not None:
@@ -198,11 +189,6 @@ class WritingPlan:
         return readers_of(matrices, self.source.config or {}, self.whole.format.quant_type)
 
     @property
-    def packs_anything(self) -> bool:
-        """Returns True if any part packs a weight."""
-        return any(isinstance(job, PackJob) for job in self.whole.jobs)
-
-    @property
     def whole(self) -> Plan:
         """Returns the output files of all parts."""
         return self.output if self.part is None else self.part.whole
@@ -213,7 +199,9 @@ class WritingPlan:
         needed = sum(shard.largest_size for shard in unfinished) + _bytes_streamed(self.source)
         if self.source.made is not None:  # a tokenizer takes a few megabytes
             return needed
-        return needed + sum((self.source.folder / name).stat().st_size for name in self.auxiliary)
+        return needed + sum(
+            (self.source.folder / name).stat().st_size for name in self.source.auxiliary
+        )
 
 
 def _is_counted(job: Job) -> bool:

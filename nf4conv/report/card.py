@@ -132,7 +132,7 @@ def model_card(
     original = _name_original(plan)
     loading = loading_of_plan(plan)
     library = "diffusers" if is_pipeline or first.source.stem != "model" else "transformers"
-    if first.command == "quantize":
+    if first.options.command == "quantize":
         facts = _facts_of_packed(plan, original, bytes_after, verified)
         facts["readers"] = None if is_pipeline else first.readers
     else:

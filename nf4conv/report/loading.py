@@ -135,7 +135,7 @@ def loading_of_plan(plan: WritingPlan | DiffusersPlan) -> Loading | None:
             if totals.packed or totals.decoded:
                 dtypes.append(part.output.format.dtype)
         return diffusers_loading(plan.class_name, dtypes[0] if dtypes else "bfloat16")
-    beside = [str(name) for name in plan.auxiliary]
+    beside = [str(name) for name in plan.source.auxiliary]
     loading = loading_of(plan.config, beside, plan.output.format.dtype)
     if loading is None:
         return None

@@ -67,7 +67,7 @@ def write_checkpoint(
         if not missing:
             _log.info("finalized %s in %.1f s", out, time.perf_counter() - begun)
         return RunReport(
-            command=plan.command,
+            command=plan.options.command,
             out=str(out),
             totals=replace(plan.totals, bytes_after=folder.size),
             part=None if plan.part is None else plan.part.name,

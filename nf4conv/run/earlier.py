@@ -88,7 +88,7 @@ def find_earlier(
     _log.info("%s is complete already: nothing to compute", out)
     size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
     return RunReport(
-        command=plan.command,
+        command=plan.options.command,
         out=str(out),
         totals=replace(plan.totals, bytes_after=size),
         already_complete=True,
@@ -132,7 +132,7 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
 def _is_whole(plan: WritingPlan, out: Path) -> bool:
     """Returns True if all files beside the weights are there, by their names and sizes."""
     with plan.source.whole_folder() as originals:
-        for name in plan.auxiliary:
+        for name in plan.source.auxiliary:
             copy, original = out / name, originals / name
             if not copy.is_file() or copy.stat().st_size != original.stat().st_size:
                 return False

@@ -132,7 +132,7 @@ class Filling:
         plan, folder = self.plan, self.folder
         require_unchanged(plan.source, "while it was read; start anew with --overwrite")
         made = plan.source.made
-        for name in plan.auxiliary:
+        for name in plan.source.auxiliary:
             if made is None:
                 chunks = read_chunks(plan.source.folder / name)
             else:

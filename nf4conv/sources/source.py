@@ -80,6 +80,7 @@ class Source:
         """Returns True if the tensors are those of a GGUF file."""
         return self.place is not None
 
+    @cached_property
     def auxiliary(self) -> tuple[PurePosixPath, ...]:
         """Lists the files that are copied beside the weights, relative to `folder`; raises a
         SourceError for a link out of `root`.
