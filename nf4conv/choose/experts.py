@@ -96,45 +96,37 @@ class Experts:
 
     def _is_transposed(self, tensor: TensorInfo, found: FoundStack) -> bool:
         """Returns True if the matrices of a stack are [in, out]; checks the stacks beside it."""
-        usual = found.stack.is_transposed
-        either = (usual, not usual) if found.layout.fits_either_way else (usual,)
-        for is_transposed in either:
-            misfit = self._misfit(tensor, found, is_transposed)
-            if misfit is None:
-                return is_transposed
-        partner = self._misfit(tensor, found, usual)
-        assert partner is not None
-        raise PlanError.about(
-            tensor.file,
-            tensor.name,
-            f"a stack of experts {list(tensor.shape)} does not fit "
-            f"{partner.name} {list(partner.shape)} of the same layer; the checkpoint is damaged, "
-            f"or of another model than its config.json says",
-        )
-
-    def _misfit(
-        self, tensor: TensorInfo, found: FoundStack, is_transposed: bool
-    ) -> TensorInfo | None:
-        """Returns the stack of the same layer that a stack does not fit; None if it fits all."""
-        sizes = _sizes_of(tensor, found, is_transposed)
-        # a family of either orientation has both stacks of a layer in the same
-        is_flipped = is_transposed is not found.stack.is_transposed
+        partners = []
         for name in partner_names(tensor.name, found):
-            partner = self.tensors.get(name)
-            if partner is None:
+            if name not in self.tensors:
                 raise PlanError.about(
                     tensor.file,
                     tensor.name,
                     f"the checkpoint lacks {name}, which holds the "
                     f"other projections of these experts",
                 )
-            other = self.stacks.get(name)
-            if other is None:  # of other dimensions than any stack
-                return partner
-            is_other_transposed = other.stack.is_transposed is not is_flipped
-            if sizes != _sizes_of(partner, other, is_other_transposed):
-                return partner
-        return None
+            partners.append(self.tensors[name])
+        misfits: list[TensorInfo] = []
+        # a family of either orientation has all stacks of a layer in the same
+        for is_flipped in (False, True):
+            sizes = _sizes_of(tensor, found, is_flipped)
+            unlike = []
+            for partner in partners:
+                other = self.stacks.get(partner.name)  # None if it has other dimensions
+                if other is None or sizes != _sizes_of(partner, other, is_flipped):
+                    unlike.append(partner)
+            if not unlike:
+                return found.stack.is_transposed is not is_flipped
+            misfits += unlike
+            if not found.layout.fits_either_way:
+                break
+        raise PlanError.about(
+            tensor.file,
+            tensor.name,
+            f"a stack of experts {list(tensor.shape)} does not fit "
+            f"{misfits[0].name} {list(misfits[0].shape)} of the same layer; the checkpoint is "
+            f"damaged, or of another model than its config.json says",
+        )
 
 
 def _stacks_of(tensors: Sequence[TensorInfo], config: Config) -> dict[str, FoundStack]:
@@ -153,12 +145,13 @@ def _stacks_of(tensors: Sequence[TensorInfo], config: Config) -> dict[str, Found
 # --- stacks ---------------------------------------------------------------------------------------
 
 
-def _sizes_of(tensor: TensorInfo, found: FoundStack, is_transposed: bool) -> tuple[int, int, int]:
-    """Returns the sizes that all stacks of a layer share, if it is stored in this orientation: the
-    experts, the width between the projections, and that of the model.
+def _sizes_of(tensor: TensorInfo, found: FoundStack, is_flipped: bool) -> tuple[int, int, int]:
+    """Returns the sizes that all stacks of a layer share: the experts, the width between the
+    projections, and that of the model. `is_flipped` means the orientation that is not the usual.
     """
-    experts, rows, columns = tensor.shape
-    outputs, inputs = (columns, rows) if is_transposed else (rows, columns)
+    experts, outputs, inputs = tensor.shape
+    if found.stack.is_transposed is not is_flipped:
+        outputs, inputs = inputs, outputs
     if found.stack.projections == DOWN:
         return experts, inputs, outputs
     return experts, outputs // len(found.stack.projections), inputs

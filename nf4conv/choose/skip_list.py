@@ -34,13 +34,11 @@ class Paths:
             while path and path not in self.places:
                 self.places.add(path)
                 path = path.rpartition(".")[0]
-        # places by their last parts, as many as a name has behind its first
-        self._by_end: dict[int, dict[str, list[str]]] = {}
+        self._reversed = sorted(place[::-1] for place in self.places)
 
     def begun_by(self, name: str) -> Sequence[str]:
         """Returns the paths that begin with a name, which may end inside a part."""
-        start = bisect_left(self._sorted, name)
-        return self._sorted[start : bisect_left(self._sorted, f"{name}\U0010ffff", start)]
+        return _begun_by(self._sorted, name)
 
     def hit_by(self, name: str) -> Iterator[str]:
         """Yields the paths that at least one loader would skip.
@@ -49,23 +47,10 @@ class Paths:
         what vLLM skips, transformers 4 skips by an end of the path above, or 5.0 by a beginning.
         """
         yield from self.begun_by(name)
-        for place in self._ending_with(name):
+        for backwards in _begun_by(self._reversed, name[::-1]):
+            place = backwards[::-1]
             found = self.begun_by(place)
             yield from (path for path in found if path == place or path[len(place)] == ".")
-
-    def _ending_with(self, name: str) -> Iterator[str]:
-        """Yields the places that end with a name, which may begin inside of a part."""
-        rest = name.partition(".")[2]
-        parts = name.count(".")
-        if parts not in self._by_end:
-            groups = self._by_end[parts] = {}
-            for place in self.places:
-                above, *end = place.rsplit(".", parts)
-                if above and len(end) == parts:
-                    groups.setdefault(".".join(end), []).append(place)
-        for place in self._by_end[parts].get(rest, ()):
-            if place.endswith(name):
-                yield place
 
     def base(self) -> str | None:
         """Returns the first part of most paths; None if it is itself the list of layers."""
@@ -75,6 +60,12 @@ class Paths:
             return None
         below = (path.split(".", 2)[1] for path in self.begun_by(f"{base}."))
         return None if any(part.isdecimal() for part in below) else base
+
+
+def _begun_by(in_order: Sequence[str], name: str) -> Sequence[str]:
+    """Returns those of some sorted texts that begin with a name."""
+    start = bisect_left(in_order, name)
+    return in_order[start : bisect_left(in_order, f"{name}\U0010ffff", start)]
 
 
 def fused_modules(packed: Iterable[str], kept: Iterable[str]) -> tuple[list[str], list[str]]:
