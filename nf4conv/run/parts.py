@@ -13,6 +13,7 @@ from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import WritingOptions
 from nf4conv.output.folder import OutputFolder, as_json
 from nf4conv.output.shared_folder import SharedFolder
+from nf4conv.output.workspace import tidy
 from nf4conv.plan.fingerprint import named_options
 from nf4conv.plan.rows import PlanTotals
 from nf4conv.report.results import RunReport, VerificationSummary
@@ -31,7 +32,10 @@ def finish_if_whole(folder: SharedFolder, *, reread: bool) -> int:
     except (Nf4convError, OSError):
         if is_filled_in_parts(folder.out) or not (folder.out / MAKING).is_file():
             raise
-        return 0  # another process has finished it meanwhile
+        # another process has finished it meanwhile, and could not remove the records that this one
+        # was still making
+        tidy(folder.out)
+        return 0
 
 
 def _finish(folder: SharedFolder, plan: Mapping[str, Any], *, reread: bool) -> int:
