@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.output.crc32 import crc32_of_file
@@ -41,7 +41,7 @@ _READS_AT_A_TIME: Final = 4
 
 
 class OutputFolder:
-    """Holds a folder that becomes a checkpoint.
+    """Holds a folder that becomes a checkpoint; what holds one is a context manager.
 
     Shards get their names one by one, and the last files make it whole.
 
@@ -60,6 +60,9 @@ class OutputFolder:
         # SHA-256 of run.json
         self._plan = ""
 
+    def __enter__(self) -> Self:
+        return self
+
     @property
     def size(self) -> int:
         """Bytes of the shards that are finished so far; other threads may finish one meanwhile."""
@@ -71,15 +74,14 @@ class OutputFolder:
             raise OutputError(f"{self.out}: exists and is not a folder", path=self.out)
         self.check_links()
         is_occupied = self.out.is_dir() and any(self.out.iterdir())
-        if not is_occupied:
+        if not is_occupied or self._work.is_dir():
             return
-        if not overwrite and not self._work.is_dir():
+        if not overwrite:
             raise OutputError(
                 f"{self.out}: exists and is not empty; choose another folder, or --overwrite",
                 path=self.out,
             )
-        has_weights = is_model(self.out) or any(self.out.glob("*.safetensors"))
-        if overwrite and not has_weights and not self._work.is_dir():
+        if not is_model(self.out) and not any(self.out.glob("*.safetensors")):
             raise OutputError(
                 f"{self.out}: does not look like a checkpoint, so --overwrite will not delete it",
                 path=self.out,
@@ -91,36 +93,28 @@ class OutputFolder:
         No run leaves one. Through a link, files outside would be written and removed.
         """
         with named(self._work, OutputError):
-            if is_link(self._work):
-                raise OutputError(
-                    f"{self._work}: is a link, which no run of nf4conv leaves; remove it",
-                    path=self._work,
-                )
-            entries: list[Path] = []
+            folders = [self._work]
             # there is no such folder yet, or a run that ends has just removed it
             with suppress(FileNotFoundError, NotADirectoryError):
-                entries = list(self._work.iterdir())
-            for path in entries:
-                if is_link(path) and path.is_dir():
+                folders += [path for path in self._work.iterdir() if path.is_dir()]
+            for path in folders:
+                if is_link(path):
                     raise OutputError(
                         f"{path}: is a link, which no run of nf4conv leaves; remove it", path=path
                     )
 
     def intact(self, shards: Mapping[str, FinishedFile]) -> dict[str, FinishedFile]:
         """Returns the shards that are still what was written, after reading all of them."""
-        with ThreadPoolExecutor(_READS_AT_A_TIME) as pool:
-            verdicts = pool.map(self._is_intact, shards, shards.values())
-            return {
-                name: shards[name]
-                for name, is_intact in zip(shards, verdicts, strict=True)
-                if is_intact
-            }
 
-    def _is_intact(self, name: str, file: FinishedFile) -> bool:
-        path = self.out / name
-        if is_link(path) or not path.is_file() or path.stat().st_size != file.size:
-            return False
-        return crc32_of_file(path) == file.crc32
+        def is_intact(name: str) -> bool:
+            path, file = self.out / name, shards[name]
+            if is_link(path) or not path.is_file() or path.stat().st_size != file.size:
+                return False
+            return crc32_of_file(path) == file.crc32
+
+        with ThreadPoolExecutor(_READS_AT_A_TIME) as pool:
+            found = zip(shards.items(), pool.map(is_intact, shards), strict=True)
+            return dict(shard for shard, verdict in found if verdict)
 
     def known(self, names: Iterable[str] | None = None) -> dict[str, FinishedFile]:
         """Returns the shards of this plan that have been recorded as finished, by name."""
@@ -134,9 +128,7 @@ class OutputFolder:
             content = read_small(path, LARGEST_RECORD)
             run = json.loads(content)
             begun = dict(run["fingerprint"])
-        except SourceError as error:
-            raise OutputError(str(error), path=path) from error
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (SourceError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise OutputError(
                 f"{path}: is damaged, so the run cannot be resumed; --overwrite starts anew",
                 path=path,

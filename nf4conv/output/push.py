@@ -24,11 +24,7 @@ from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-def
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.sources.files import LOADED_SUFFIXES, MODEL_INDEX
 from nf4conv.sources.remote.asking import is_unreachable, one_line, patiently, timeout
-from nf4conv.sources.remote.repository import (
-    LIBRARY,
-    PATIENCE,
-    abort_transfers,
-)
+from nf4conv.sources.remote.repository import LIBRARY, PATIENCE, abort_transfers
 from nf4conv.system.background import Background, outlast
 
 _log: Final = logging.getLogger(__name__)
@@ -57,12 +53,7 @@ class Push:
     """
 
     def __init__(
-        self,
-        repo: str,
-        *,
-        token: str | bool | None,
-        public: bool,
-        overwrite: bool,
+        self, repo: str, *, token: str | bool | None, public: bool, overwrite: bool
     ) -> None:
         disable_progress_bars()  # uploads go on beside our own bar
         self.repo = repo
@@ -127,14 +118,13 @@ class Push:
         started = time.perf_counter()
         self._queue.put(None)
         self._uploading.wait()
-        files: dict[str, Path | bytes] = {**_files_in(folder), **changed}
         try:
             if self._error is not None:
                 raise self._error
-            operations = self._operations(files)
+            operations = self._operations(folder, changed)
             commit = self._api.create_commit(self.repo, operations, commit_message=_MESSAGE)
             seconds = time.perf_counter() - started
-            _log.info("uploaded what was left of %d files in %.1f s", len(files), seconds)
+            _log.info("uploaded what was left of %d files in %.1f s", len(operations), seconds)
             return str(commit.commit_url)
         except Exception as error:  # an odd answer makes huggingface_hub raise anything
             command = f"hf upload {self.repo} {shlex.quote(str(folder))} ."
@@ -144,16 +134,19 @@ class Push:
             ) from error
 
     def _operations(
-        self, files: Mapping[str, Path | bytes]
+        self, folder: Path, changed: Mapping[str, bytes]
     ) -> list[CommitOperationAdd | CommitOperationDelete]:
-        """Returns what the commit does: adds these files, and deletes stale ones."""
-        additions = [
-            self._uploaded.get(name) or CommitOperationAdd(name, path)
-            for name, path in sorted(files.items())
-        ]
+        """Returns what the commit does: adds the files, and deletes stale ones."""
+        files: dict[str, Path | bytes] = {**changed}
+        for path in folder.rglob("*"):
+            if path.is_file():
+                files.setdefault(path.relative_to(folder).as_posix(), path)
+        operations: list[CommitOperationAdd | CommitOperationDelete] = []
+        for name, content in sorted(files.items()):
+            operations.append(self._uploaded.get(name) or CommitOperationAdd(name, content))
         others = sorted(self._before - files.keys())
         stale = [name for name in others if name.endswith((*_WEIGHTS, *_MISLEADING))]
-        return [*additions, *(CommitOperationDelete(path_in_repo=name) for name in stale)]
+        return [*operations, *map(CommitOperationDelete, stale)]
 
     def _upload_all(self) -> None:
         try:
@@ -166,12 +159,9 @@ class Push:
             self._error = error
 
     def _upload(self, name: str, path: Path) -> None:
-        def upload() -> CommitOperationAdd:
-            addition = CommitOperationAdd(name, path)
-            self._api.preupload_lfs_files(self.repo, [addition])
-            return addition
-
-        self._uploaded[name] = patiently(upload, self._pause)
+        addition = CommitOperationAdd(name, path)
+        patiently(lambda: self._api.preupload_lfs_files(self.repo, [addition]), self._pause)
+        self._uploaded[name] = addition
 
     def _pause(self, seconds: float) -> None:
         if self._stopped.wait(seconds):
@@ -184,12 +174,3 @@ def _limit_silence(session: Any, seconds: float) -> None:
         session.timeout = seconds
     else:  # requests, before huggingface_hub 1.0
         session.request = partial(session.request, timeout=seconds)
-
-
-def _files_in(folder: Path) -> dict[str, Path]:
-    """Returns all files in a folder, by their names in it."""
-    files = {}
-    for path in folder.rglob("*"):
-        if path.is_file():
-            files[path.relative_to(folder).as_posix()] = path
-    return files

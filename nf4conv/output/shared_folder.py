@@ -46,9 +46,6 @@ class SharedFolder(OutputFolder):
         name = f"{socket.gethostname()[:60]}.{os.getpid()}.{os.urandom(8).hex()}"
         super().__init__(out, out / WORK_FOLDER / name)
 
-    def __enter__(self) -> "SharedFolder":
-        return self
-
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             remove(self.out, WORK_FOLDER, self._private.name)

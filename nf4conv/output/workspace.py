@@ -63,9 +63,6 @@ class Workspace(OutputFolder):
                 self._unlock()
                 raise
 
-    def __enter__(self) -> "Workspace":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._unlock()
 
