@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from nf4conv.models.config import levels
 from nf4conv.models.families import families_of, is_transposed
-from nf4conv.models.family_table import READ_DIRECTLY, Family
+from nf4conv.models.family_table import Family
 from nf4conv.models.module_names import is_multimodal, module_of
 from nf4conv.models.name_patterns import (
     EXPERT,
@@ -34,6 +34,7 @@ FEWEST_ROWS: Final = 32
 class Why:
     """Reasons for keeping a tensor that code asks for, as users read them."""
 
+    FAMILY = "loaders do not take this weight of the family in 4 bits"
     ROUTER = "a router"
     EXPERT = "an expert, which transformers 5 loads in 16 bits only (--moe packed packs it)"
     STACKED_EXPERTS = "experts stacked in one tensor (--moe packed packs them)"
@@ -136,9 +137,8 @@ class Evidence:
         """Returns why a matrix that may be an `nn.Linear` is not packed; None when it is packed."""
         if 0 in shape:
             return "empty"
-        reason = self._why_kept_by_family(module)
-        if reason is not None:
-            return reason
+        if any(family.keep and re.search(family.keep, module) for family in self.families):
+            return Why.FAMILY
         if self._is_linear_by_family(module):
             return None
         if any(family.only_blocks for family in self.families) and not NUMBERED.search(module):
@@ -176,7 +176,7 @@ class Evidence:
             return Why.EXPERT
         parent, _, leaf = module.rpartition(".")
         if leaf == "weights_proj":
-            return READ_DIRECTLY  # by the indexer of sparse attention
+            return Why.FAMILY  # the indexer of sparse attention reads it outside of its module
         if leaf in ("x_proj", "dt_proj", "out_proj") and f"{parent}.D" in self.shapes:
             return "state-space kernels read this weight directly"
         if leaf == "out_proj" and f"{parent}.in_proj_weight" in self.shapes:
@@ -222,13 +222,6 @@ class Evidence:
             return False
         is_parameter = not tensor.name.endswith((".weight", ".bias"))
         return is_parameter or ROUTER.search(module) is not None
-
-    def _why_kept_by_family(self, module: str) -> str | None:
-        for family in self.families:
-            for pattern, reason in family.keep:
-                if re.search(pattern, module):
-                    return reason
-        return None
 
     def _is_linear_by_family(self, module: str) -> bool:
         return any(family.linear and re.search(family.linear, module) for family in self.families)

@@ -56,7 +56,7 @@ class Family:
         transposed: matches modules that store their weight as [in, out], as transformers' Conv1D
             does. They are packed as [out, in].
         linear: matches modules that are packed although their names speak against it.
-        keep: patterns of modules that must not be packed, each with the reason that users read.
+        keep: matches modules that loaders do not take in 4 bits, although their names look it.
         renamed: patterns in a path on disk and what stands there in memory, with the meaning of
             `re.sub`, where loaders rename modules that are not packed.
         heads: modules that exist in memory but not on disk, because they are tied to others or
@@ -80,7 +80,7 @@ class Family:
 
     transposed: str = ""
     linear: str = ""
-    keep: tuple[tuple[str, str], ...] = ()
+    keep: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
     heads: tuple[str, ...] = ()
     float32: str = ""
@@ -140,21 +140,6 @@ STEP: Final = ExpertLayout(
     tuple(ExpertStack(f".moe.{name}.weight", ".mlp.experts", (name,)) for name in (*GATE_UP, *DOWN))
 )
 
-# --- reasons that users read ----------------------------------------------------------------------
-
-READ_DIRECTLY: Final = (
-    "transformers reads this weight outside of its module, which a packed one does not survive"
-)
-SUBCLASS: Final = "an nn.Linear subclass, which transformers 5 leaves alone"
-CONVERTED: Final = "transformers 5 splits or merges this weight when it loads it"
-NEVER_QUANTIZED: Final = "transformers never quantizes this weight of the family"
-TIED: Final = "tied to other heads of the detector"
-SHARED: Final = (
-    "shared by layers and stored with any one of them, of which transformers 5 finds some only "
-    "unpacked"
-)
-OLD_ATTENTION: Final = "diffusers renames this weight of an old checkpoint when it loads it"
-
 # --- what several families share ------------------------------------------------------------------
 
 QKV: Final = ("q_proj", "k_proj", "v_proj")
@@ -164,7 +149,7 @@ def _converted(on_disk: str, in_memory: tuple[str, ...]) -> Family:
     """Returns the family of projections that transformers 5 takes apart or puts together."""
     pattern = rf"(^|\.)({on_disk})$"
     renamed = tuple((f".*{pattern}", name) for name in in_memory)
-    return Family(keep=((pattern, CONVERTED),), renamed=renamed)
+    return Family(keep=pattern, renamed=renamed)
 
 
 def _in_float32(names: str) -> Family:
@@ -172,10 +157,7 @@ def _in_float32(names: str) -> Family:
 
     diffusers skips linear layers below a module of such a name when it quantizes.
     """
-    return Family(
-        keep=((rf"({names})(\.|$)", "diffusers keeps this in float32"),),
-        float32=rf"(^|\.)({names})(\.|$)",
-    )
+    return Family(keep=rf"({names})(\.|$)", float32=rf"(^|\.)({names})(\.|$)")
 
 
 SINGLE: Final = Family(experts=(STANDARD,), has_single_experts=True)
@@ -186,7 +168,7 @@ RENAMED_TOWERS: Final = Family(renames_towers=True)
 BLOCK_SPARSE: Final = replace(SINGLE, renamed=((r"\.block_sparse_moe\.", ".mlp."),))
 # object detectors share their box and class heads between the layers of the decoder
 DETECTOR: Final = Family(
-    keep=((r"(bbox|class)_embed(\.|$)", TIED),),
+    keep=r"(bbox|class)_embed(\.|$)",
     heads=("bbox_embed", "class_embed", "model.decoder.bbox_embed", "model.decoder.class_embed"),
 )
 LLAMA4: Final = Family(splits_experts=True, experts=(TRANSPOSED,))
@@ -204,32 +186,29 @@ _add(
     "gpt2 openai-gpt imagegpt decision_transformer clvp_decoder",
     transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$",
 )
-# transformers itself keeps these weights out of 4-bit
-_add("t5 mt5 umt5 udop pop2piano", keep=((r"(^|\.)wo$", NEVER_QUANTIZED),))
+# of `wo` the weight is read outside of the module; transformers itself keeps T5's out of 4 bits
+_add("t5 mt5 umt5 udop pop2piano longt5", keep=r"(^|\.)wo$")
+_add("switch_transformers pix2struct kosmos-2.5", keep=r"(^|\.)wo$")
 _add("axk2", SINGLE, renamed=((r"W_down$", "mlp.fc1"), (r"W_up$", "mlp.fc2")))
 _add(
     "deepseek_v4",
     SINGLE,
-    keep=(
-        (r"compressor\.(wgate|wkv)$", NEVER_QUANTIZED),
-        (r"\.wo_a$", SUBCLASS),
-    ),
+    # never quantized, and an nn.Linear subclass
+    keep=r"compressor\.(wgate|wkv)$|\.wo_a$",
     renamed=((r".*\.wgate$", "compressor.gate_proj"), (r".*\.wo_a$", "o_a_proj")),
 )
-_add("blip-2", keep=((r"^qformer\.", NEVER_QUANTIZED),))
-# packed, these weights would be cast to another dtype or computed with as the bytes they are;
-# like T5, the first four read the weight of `wo` outside of its module
-_add("longt5 switch_transformers pix2struct kosmos-2.5", keep=((r"(^|\.)wo$", READ_DIRECTLY),))
+_add("blip-2", keep=r"^qformer\.")
+# packed, these weights would be cast to another dtype, or computed with as the bytes they are
 _add(
     "colpali colqwen2 colmodernvbert",
-    keep=((r"(^|\.)embedding_proj_layer$", READ_DIRECTLY),),
+    keep=r"(^|\.)embedding_proj_layer$",
     # as transformers 5.0 has them
     heads=("vlm.model.vision_tower", "vlm.model.visual", "vlm.model.multi_modal_projector"),
 )
-_add("neomme", keep=((r"(^|\.)proj$", READ_DIRECTLY),), heads=("unembedding_projection",))
-_add("wavlm", keep=((r"(^|\.)attention\.(q|k|v|out)_proj$", READ_DIRECTLY),))
-_add("falcon RefinedWeb RefinedWebModel", keep=((r"(self_attention|mlp)\.", SUBCLASS),))
-_add("ibert", keep=((r"(^|\.)encoder\.", "not an nn.Linear: I-BERT quantizes to integers itself"),))
+_add("neomme", keep=r"(^|\.)proj$", heads=("unembedding_projection",))
+_add("wavlm", keep=r"(^|\.)attention\.(q|k|v|out)_proj$")
+_add("falcon RefinedWeb RefinedWebModel", keep=r"(self_attention|mlp)\.")
+_add("ibert", keep=r"(^|\.)encoder\.")
 # transformers 5 takes these weights apart or merges them when it loads them
 _add("nomic_bert jina_embeddings_v3", _converted("Wqkv", QKV))
 _add("gte", _converted("qkv_proj|up_gate_proj", QKV + GATE_UP))
@@ -294,7 +273,7 @@ _add("lfm3_vl_vision", heads=("patch_embed",))
 _add("ultravbert", heads=("projection_head",))
 _add(
     "zamba",
-    keep=((r"\.shared_transf\.", SHARED),),
+    keep=r"\.shared_transf\.",
     heads=(
         "shared_transf",
         *(f"shared_transf.self_attn.{name}" for name in (*QKV, "o_proj")),
@@ -322,10 +301,7 @@ _add("pp_doclayout_v3 lw_detr", DETECTOR)
 _add(
     "pp_doclayout_v4",
     DETECTOR,
-    keep=(
-        *DETECTOR.keep,
-        (r"(^|\.)decoder_(roor_)?(global_pointer|order_head)(\.|$)", "an output head"),
-    ),
+    keep=rf"{DETECTOR.keep}|(^|\.)decoder_(roor_)?(global_pointer|order_head)(\.|$)",
     heads=(
         *DETECTOR.heads,
         "decoder.relative_order_head",
@@ -334,7 +310,7 @@ _add(
         "model.decoder.successor_order_head",
     ),
 )
-_add("dab-detr", keep=((r"^bbox_predictor\.", TIED),), heads=("model.decoder.bbox_embed",))
+_add("dab-detr", keep=r"^bbox_predictor\.", heads=("model.decoder.bbox_embed",))
 # vision and audio parts that are renamed, or have no name of their own
 _add("hunyuan_vl kimi_k25 mistral_large4 molmo2", RENAMED_TOWERS)
 _add("nemotron_h_omni qianfan_ocr unlimited_ocr", RENAMED_TOWERS)
@@ -343,13 +319,11 @@ _add("inkling2", RENAMED_TOWERS, experts=(INKLING, STANDARD))
 _add("step3p7", RENAMED_TOWERS, experts=(STEP,))
 _add(
     "cosmos3_omni",
-    keep=((r"^(blocks|merger|deepstack_merger_list|patch_embed)\.", "in the vision part"),),
+    keep=r"^(blocks|merger|deepstack_merger_list|patch_embed)\.",
 )
-_add("deepseek_ocr2", keep=((r"(^|\.)(qwen2_model|sam_model|projector)\.", "in the vision part"),))
+_add("deepseek_ocr2", keep=r"(^|\.)(qwen2_model|sam_model|projector)\.")
 # these compute in float32 what they make sound of
-_add(
-    "csm kyutai_speech_to_text moshi", keep=((r"^(codec_model|audio_encoder)\.", "an audio codec"),)
-)
+_add("csm kyutai_speech_to_text moshi", keep=r"^(codec_model|audio_encoder)\.")
 # its head is called "output"; listed, that name would hit the output of every attention
 _add("git", linear=r"^output$")
 # experts that are stored one by one
@@ -413,7 +387,7 @@ _add(
 _add("RFD4ProteinaTransformer", _in_float32("cond_factory|norm|ln_out"))
 _add(
     "UNet2DModel",
-    keep=((r"\.(query|key|value|proj_attn)$", OLD_ATTENTION),),
+    keep=r"\.(query|key|value|proj_attn)$",
     renamed=(
         (r"\.query$", ".to_q"),
         (r"\.key$", ".to_k"),

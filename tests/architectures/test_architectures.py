@@ -30,7 +30,6 @@ import nf4conv
 from nf4conv.choose.evidence import Why
 from nf4conv.errors import PlanError
 from nf4conv.models.config import levels
-from nf4conv.models.family_table import READ_DIRECTLY
 
 UNREAD = {"_load_in_4bit": True, "_load_in_8bit": False}
 """Keys that transformers writes into quantization_config, and no loader reads."""
@@ -42,21 +41,15 @@ ALL = [
 
 DELIBERATE = (
     Why.EXPERT,
+    Why.FAMILY,
     Why.RENAMED_TOWER,
     Why.ROUTER,
     Why.TOWER,
-    "transformers 5 splits or merges this weight when it loads it",
-    READ_DIRECTLY,
-    "shared by layers and stored with any one of them, of which transformers 5 finds some only "
-    "unpacked",
     "an output head",
     "an input embedding",
     "fewer than 32 rows",
     "state-space kernels read this weight directly",
     "nn.MultiheadAttention reads this weight directly",
-    "in the vision part",
-    "an audio codec",
-    "tied to other heads of the detector",
     "a loader could not tell its name from that of a skipped module",
     "not on disk under its own name",
 )

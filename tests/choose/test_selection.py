@@ -53,8 +53,7 @@ LLAMA = [
 ]
 LLAMA_CONFIG = {"model_type": "llama", "vocab_size": 1000, "num_hidden_layers": 2}
 EXTRA_LAYER = "a layer beyond the model's, for predicting several tokens"
-FALCON = "an nn.Linear subclass, which transformers 5 leaves alone"
-T5_WO = "transformers never quantizes this weight of the family"
+FAMILY = Why.FAMILY
 TOWER = "in a vision or audio part"
 LLAMA_PACKED = [info.name for info in LLAMA if "_proj" in info.name]
 
@@ -104,8 +103,13 @@ def test_a_tied_head_is_listed_though_it_is_not_on_disk():
         ("model.layers.0.self_attn.beta.weight", (16, 64), {}, "fewer than 32 rows"),
         ("model.layers.2.mlp.up_proj.weight", (64, 64), LLAMA_CONFIG, EXTRA_LAYER),
         ("mtp.fc.weight", (64, 64), {}, EXTRA_LAYER),
-        ("encoder.block.0.layer.1.DenseReluDense.wo.weight", (64, 64), {"model_type": "t5"}, T5_WO),
-        ("transformer.h.0.mlp.dense_h_to_4h.weight", (64, 64), {"model_type": "falcon"}, FALCON),
+        (
+            "encoder.block.0.layer.1.DenseReluDense.wo.weight",
+            (64, 64),
+            {"model_type": "t5"},
+            FAMILY,
+        ),
+        ("transformer.h.0.mlp.dense_h_to_4h.weight", (64, 64), {"model_type": "falcon"}, FAMILY),
         ("vision_tower.layers.0.fc1.weight", (64, 64), {"text_config": {}}, TOWER),
     ],
 )

@@ -11,7 +11,7 @@ DELIBERATE = {
     "outside the blocks of a diffusion model",
     "a loader could not tell its name from that of a skipped module",
     "a router",
-    "diffusers renames this weight of an old checkpoint when it loads it",
+    "loaders do not take this weight of the family in 4 bits",
     "fewer than 32 rows",
     "nn.MultiheadAttention reads this weight directly",
 }
