@@ -22,6 +22,7 @@ from nf4conv.errors import PlanError, SourceError, VerificationError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, VerifyOptions, WritingOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan
+from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.plan.rows import summed
 from nf4conv.plan.writing import WritingPlan
@@ -93,7 +94,8 @@ def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
     plan = plan_part(plan, options)
     tell_what_is_read(plan, options)
     is_quantized = isinstance(options, QuantizeOptions)
-    if is_quantized and not any(part.weights for part in plan.parts):
+    jobs = (job for part in plan.parts for job in part.whole.jobs)
+    if is_quantized and not any(isinstance(job, PackJob) for job in jobs):
         raise PlanError(
             f"{plan.source}: no tensor of this checkpoint would be packed; "
             f"--dry-run shows why each is kept"
