@@ -40,18 +40,21 @@ class Experts:
         stacks: how experts are stacked in a tensor, by its name.
         layers: the path of the experts that a tensor belongs to, by its name: of a stack, or of a
             weight of a single expert.
+        singles: the weights of single experts, by the path of a layer's, projection and number.
     """
 
     tensors: Mapping[str, TensorInfo]
     config: Config
     stacks: Mapping[str, FoundStack]
     layers: Mapping[str, str]
+    singles: Mapping[str, Mapping[str, Mapping[int, TensorInfo]]]
 
     @classmethod
     def gather(cls, tensors: Sequence[TensorInfo], config: Config) -> "Experts":
         """Looks at the names and shapes of all tensors of a checkpoint."""
         stacks = _stacks_of(tensors, config)
         layers = {}
+        singles: dict[str, dict[str, dict[int, TensorInfo]]] = {}
         paths: dict[str, str] = {}  # each path once in memory
         for tensor in tensors:
             name = tensor.name
@@ -60,8 +63,31 @@ class Experts:
             elif ".experts." in name or name.startswith("experts."):
                 match = SINGLE_WEIGHT.match(name)
                 if match is not None:
-                    layers[name] = paths.setdefault(match[1], match[1])
-        return cls({tensor.name: tensor for tensor in tensors}, config, stacks, layers)
+                    path, number, projection = match.groups()
+                    layers[name] = path = paths.setdefault(path, path)
+                    projections = singles.setdefault(path, {})
+                    projections.setdefault(projection, {})[int(number)] = tensor
+        return cls({tensor.name: tensor for tensor in tensors}, config, stacks, layers, singles)
+
+    def check_layers(self) -> None:
+        """Checks that all experts of each layer that are stored one by one are there, in one shape.
+
+        Raises a PlanError otherwise.
+        """
+        if has_uneven_experts(self.config) or "model_type" not in self.config:
+            return
+        numbers = experts_in(self.config)
+        for layer, projections in self.singles.items():
+            count = 1 + max(max(weights) for weights in projections.values())
+            if numbers and count > max(numbers):
+                raise PlanError(
+                    f"{layer}: {count} experts, but config.json says {max(numbers)}: the "
+                    f"checkpoint is of another model than its config.json"
+                )
+            if numbers and count not in numbers:
+                count = min(number for number in numbers if number > count)  # the last are missing
+            for projection, weights in projections.items():
+                _check_projection(layer, projection, weights, count)
 
     def packs_by_default(self) -> bool:
         """Returns True if experts are packed although the user does not ask for it.
@@ -190,30 +216,6 @@ def _cut_stack(
 
 
 # --- layers ---------------------------------------------------------------------------------------
-
-
-def check_layers(tensors: Iterable[TensorInfo], config: Config) -> None:
-    """Checks that all experts of each layer that are stored one by one are there, in one shape."""
-    if has_uneven_experts(config) or "model_type" not in config:
-        return
-    layers: dict[str, dict[str, dict[int, TensorInfo]]] = {}  # by projection and number
-    for tensor in tensors:
-        match = SINGLE_WEIGHT.match(tensor.name)
-        if match is not None:
-            projections = layers.setdefault(match[1], {})
-            projections.setdefault(match[3], {})[int(match[2])] = tensor
-    numbers = experts_in(config)
-    for layer, projections in layers.items():
-        count = 1 + max(max(weights) for weights in projections.values())
-        if numbers and count > max(numbers):
-            raise PlanError(
-                f"{layer}: {count} experts, but config.json says {max(numbers)}: the checkpoint "
-                f"is of another model than its config.json"
-            )
-        if numbers and count not in numbers:
-            count = min(number for number in numbers if number > count)  # the last are missing
-        for projection, weights in projections.items():
-            _check_projection(layer, projection, weights, count)
 
 
 def _check_projection(

@@ -14,7 +14,7 @@ from typing import Any, Final
 from nf4conv.choose import skip_list
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
 from nf4conv.choose.evidence import FEWEST_ROWS, Evidence, Why
-from nf4conv.choose.experts import Experts, alike_in_layers, check_layers, readers_of
+from nf4conv.choose.experts import Experts, alike_in_layers, readers_of
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import FLOAT_DTYPES
 from nf4conv.format.layout import Format
@@ -81,7 +81,7 @@ def select(
             decision = Pack((matrix,), decision.reason)
         decisions[tensor.name] = decision
     decisions = alike_in_layers(decisions, experts)
-    check_layers(tensors, config)
+    experts.check_layers()
     notes = list(_notes(tensors, decisions))
     matrices = [matrix for each in decisions.values() for matrix in _matrices_of(each)]
     readers = readers_of(matrices, config, options.quant_type)

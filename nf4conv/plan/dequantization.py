@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nf4conv.choose.evidence import Evidence
-from nf4conv.choose.experts import check_layers
+from nf4conv.choose.experts import Experts
 from nf4conv.choose.formats import dominant_dtype
 from nf4conv.errors import PlanError, UndecodableError
 from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
@@ -76,7 +76,7 @@ def _plan_source(place: object, source: Source, options: DequantizeOptions) -> W
         format = Format("nf4", 64, False, "bfloat16")  # nothing is packed
         return plan_writing(options, source, groups, format, fp8_config(config), source.notes)
     tensors = join_experts(source.tensors, config)
-    check_layers(tensors, config)
+    Experts.gather(tensors, config).check_layers()
     evidence = Evidence.gather(tensors, config)
     jobs = [_decode_or_keep(tensor, evidence, options) for tensor in tensors]
     dtype = options.dtype or _dtype_of_model(config, [job.source for job in jobs])
