@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help test test-quick test-all test-others test-floors check format gpu docs clean
+.PHONY: help test test-quick test-all test-experts test-others test-floors check format gpu docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -41,13 +41,17 @@ test-all: $(VENV)/.installed ## run what `test` runs and what takes long: full g
 
 # Other releases and other projects, each in an environment of its own: transformers 4 and 5 cannot be installed side by
 # side, and llama.cpp's converter is in the source distribution of its Python package, which is not built here.
-OTHERS := transformers-4 transformers-5.8.1 transformers-5.17.0 transformers-5.24.0
+EXPERTS := transformers-5.8.1 transformers-5.17.0 transformers-5.24.0
 
-$(VENV)/transformers-%/.installed: $(VENV)/.installed
+$(VENV)/transformers-%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet "$(TORCH)" transformers==$(if $(filter 4,$*),4.57.6,$*) accelerate bitsandbytes==0.50.2 peft==0.21.2 pytest
 	$(@D)/bin/pip install --quiet --editable .
 	touch $@
+
+test-experts: $(EXPERTS:%=$(VENV)/%/.installed) ## test packed experts in three releases of transformers 5 (5 minutes)
+	for release in $(EXPERTS); do \
+	  $(VENV)/$$release/bin/python -m pytest tests/inference/test_moe_*.py || exit 1; done
 
 $(VENV)/.others: $(VENV)/.installed
 	$(BIN)/pip install --quiet diffusers trl gguf sentencepiece sentence-transformers --editable ".[ray]"
@@ -57,10 +61,8 @@ $(VENV)/.others: $(VENV)/.installed
 	  '*/llama.cpp/convert_hf_to_gguf.py' '*/llama.cpp/conversion' '*/llama.cpp/gguf-py'
 	touch $@
 
-test-others: $(VENV)/.others $(OTHERS:%=$(VENV)/%/.installed) ## test with other projects: llama.cpp, diffusers, TRL, Ray, releases of transformers (1 hour)
+test-others: $(VENV)/.others $(VENV)/transformers-4/.installed test-experts ## test with other projects: llama.cpp, diffusers, TRL, Ray, releases of transformers (1 hour)
 	$(BIN)/python -m pytest tests/architectures --transformers-4 $(VENV)/transformers-4/bin/python
-	for release in $(filter transformers-5%,$(OTHERS)); do \
-	  $(VENV)/$$release/bin/python -m pytest tests/inference/test_moe_*.py || exit 1; done
 	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest -m "not gpu" tests/diffusers tests/sources tests/test_docs.py \
 	  tests/commands/test_ray.py tests/inference/test_moe_trl.py
 
