@@ -435,7 +435,7 @@ DAMAGED = [
     (8, struct.pack("<Q", 10**9), "claims 1,000,000,000 tensors, as no model has"),
     (24, struct.pack("<Q", 2**40), "is cut off in its header"),
     (24, struct.pack("<Q", 2**23), "is cut off in its header"),
-    (52, struct.pack("<I", 99), "a value of type 99, which GGUF does not define"),
+    (52, struct.pack("<I", 99), "a value of type 99, which is not read"),
     ("type", struct.pack("<I", 41), "output.weight: is of type 41, which nf4conv does not decode"),
     ("type", struct.pack("<I", 12), "250 values are no whole number of blocks of Q4_K"),
 ]

@@ -112,10 +112,8 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
     """Returns scales as float32, in their shape; bytes are E8M0, of which 255 means NaN."""
     if scale.dtype != torch.uint8:
         return scale.to(torch.float32)
-    bits = scale.to(torch.int32) << 23  # torch before 2.7 has no E8M0 dtype to cast from
-    bits.masked_fill_(scale == 0, 1 << 22)  # 2^-127, a denormal
-    bits.masked_fill_(scale == 255, 0x7FC00000)
-    return bits.view(torch.float32)
+    values = scale.view(torch.float8_e8m0fnu).to(torch.float32)
+    return values.masked_fill_(scale == 255, math.nan)  # torch makes a signalling one
 
 
 def byte_values(values: torch.Tensor) -> torch.Tensor:

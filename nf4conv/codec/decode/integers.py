@@ -14,7 +14,7 @@ GPTQ                [words, rows]: a stream down each column. Zero points [group
                     dequantize_weight of GPTQModel 7.7 and its convert_gptq_v1_to_v2_format
 AWQ                 [columns, words]: 4 bits, each 8 codes in the order 0 2 4 6 1 3 5 7, of zero
                     points [groups, words] too; dequantize_gemm of AutoAWQ 0.2.9
-torchao             [rows, words]: 4 bits, a stream of signed codes for each row. Zero points
+torchao             [rows, bytes]: 4 bits, a stream of signed codes for each row. Zero points
                     [groups, rows] are floats, which are added: code * scale + zero, Int4Tensor of
                     torchao 0.18
 """
@@ -43,7 +43,7 @@ def decode_integers(
 ) -> torch.Tensor:
     """Decodes a matrix, or some rows of one, to [rows, columns] `dtype`, contiguous.
 
-    values: the words, int32, in the shape of the packing. scale: [rows, groups] of compressed-
+    values: the words, int32 (of torchao bytes), in the shape of the packing. scale: [rows, groups] of compressed-
     tensors, [groups, rows] of the others. zeros: the zero point of each group, packed, or int8 or a
     float for each; None for 2^(bits - 1). group_index: [columns], the group of each column; None if
     groups are in order.

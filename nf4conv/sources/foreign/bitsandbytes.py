@@ -267,7 +267,7 @@ def read_weight(
     if fields is None:
         return None, faults
     weight = described_weight(values, components, fields, scales)
-    faults += [*_codes_faults(weight), *_component_faults(weight, components)]
+    faults += _layout_faults(weight, components)
     if any(fault.severity is Severity.FATAL for fault in faults):
         return None, faults
     return weight, faults
@@ -355,8 +355,10 @@ def _read_state(
     return fields, faults
 
 
-def _codes_faults(weight: Bitsandbytes4bit) -> Iterator[WeightFault]:
-    """Yields what is wrong with dtype, size or shape of the codes."""
+def _layout_faults(
+    weight: Bitsandbytes4bit, components: Mapping[str, TensorInfo]
+) -> Iterator[WeightFault]:
+    """Yields what is wrong with dtype, size or shape of the codes, and of their components."""
     values = weight.values
     packed_bytes = -(-weight.elements // 2)
     if values.dtype not in STORAGE_DTYPES:
@@ -364,18 +366,12 @@ def _codes_faults(weight: Bitsandbytes4bit) -> Iterator[WeightFault]:
         text = f"is {values.dtype}, expected U8 or, for FSDP, a float dtype"
         yield WeightFault("layout", values, text, severity)
     if values.nbytes != packed_bytes:
-        expected = f"{packed_bytes:,} for {list(weight.shape)}"
-        text = f"{values.nbytes:,} bytes of codes, expected {expected}"
+        wanted = f"{packed_bytes:,} for {list(weight.shape)}"
+        text = f"{values.nbytes:,} bytes of codes, expected {wanted}"
         yield WeightFault("layout", values, text, Severity.FATAL)
     elif len(values.shape) != 2 or values.shape[1] != 1:
         text = f"packed as {list(values.shape)}, not as [n, 1]: diffusers refuses it"
         yield WeightFault("layout", values, text, Severity.NOTE)
-
-
-def _component_faults(
-    weight: Bitsandbytes4bit, components: Mapping[str, TensorInfo]
-) -> Iterator[WeightFault]:
-    """Yields components whose dtype or shape is not the one that the weight requires."""
     # the first component is the codes, the last the quant state
     for expected in layout.components(weight.format, weight.shape)[1:-1]:
         part = components.get(expected.suffix)

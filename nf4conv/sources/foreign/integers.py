@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.format.integers import WORD, IntegerLayout, words_of
 from nf4conv.sources.arranged import Columns
 from nf4conv.sources.foreign.config import Description
@@ -63,14 +64,15 @@ class PackedIntegers(Foreign):
         zeros = None if self.zeros is None else self.zeros.dtype
         index = None if self.group_index is None else self.group_index.dtype
         layout = (codes.packing, codes.bits, zeros, codes.zeros_less_one, index)
-        lines = [_line(part) for part in (self.values, self.scale, self.zeros or self.values)]
+        words = _line(self.values) * DTYPE_BITS[self.values.dtype] // WORD
+        zeros_of_line = words if self.zeros is None else _line(self.zeros)
         rows, columns = tensor.shape
         return Kernel(
             maker="integer_decoder",
             details=(self.scale.dtype, *layout),
             pointers=("values", "scale", "zeros", "group_index"),
             shape=(rows, columns),
-            numbers=(*lines, codes.group_size),
+            numbers=(words, _line(self.scale), zeros_of_line, codes.group_size),
         )
 
     def rows_together(self, tensor: TensorInfo) -> int:
@@ -270,7 +272,7 @@ class TorchaoInt4(PackedIntegers):
     stored = "_weight_qdata"
     weight = "weight"
     layout: ClassVar[Mapping[str, Part]] = {
-        "values": part("", "I8 U8: out in/2", "I32: out in/8"),  # the latter as it is decoded
+        "values": part("", "I8 U8: out in/2"),
         "scale": part("_weight_scale", f"{FLOATS}: groups out"),
         "zeros": part("_weight_zero_point", f"{FLOATS}: groups out"),
     }
@@ -293,15 +295,6 @@ class TorchaoInt4(PackedIntegers):
         if zeros.dtype != scale.dtype:
             raise misfit(parts["values"], zeros)
         return settings
-
-    @classmethod
-    def made_of(
-        cls, parts: Mapping[str, TensorInfo], settings: Mapping[str, Any]
-    ) -> PackedIntegers:
-        values = parts["values"]
-        words = (values.shape[0], settings["codes"].columns // 8)
-        values = values._replace(dtype="I32", shape=words)
-        return cls(values, parts["scale"], settings["codes"], parts["zeros"])
 
 
 ENDS_OF_WORDS: Final = (Gptq.stored, CompressedIntegers.stored, "_qdata")

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
+from nf4conv.format.dtypes import DTYPES, FLOAT_TAGS, TORCH_NAMES
 from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.models.families import families_of
@@ -43,24 +44,14 @@ FORMATS: Final[list[type[Foreign]]] = [
 ]
 """The first format that recognises a tensor decides."""
 
-PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
+_PLAIN_DTYPES: Final = (*FLOAT_TAGS, "I64", "BOOL")
 """Dtypes of tensors that are stored as they are."""
 
 _COMPONENT_ENDS: Final = tuple(f".{suffix}" for suffix in COMPONENT_SUFFIXES)
 """Ends of the names of what bitsandbytes stores beside the codes of a 4-bit weight."""
 
-_UNREAD_DTYPES: Final[tuple[str, ...]] = (
-    "F8_E8M0",
-    "F8_E4M3FNUZ",
-    "F8_E5M2FNUZ",
-    "F4",
-    "F6_E2M3",
-    "F6_E3M2",
-    "U32",
-)
+_UNREAD_DTYPES: Final = ("F8_E8M0", "U32", *(DTYPES.keys() - TORCH_NAMES.keys()))
 """Dtypes of tensors that nf4conv cannot read unless they are part of an encoding."""
-
-_INTEGER_DTYPES: Final = ("U8", "I8", "U16", "I16", "I32", "U64", "I64")
 
 _ENDS_OF_ACTIVATIONS: Final = (
     ".input_scale", ".input_scale_ub", ".input_global_scale", ".input_zero_point",
@@ -104,7 +95,7 @@ def decoded_tensors(
     method = description.method
     found: dict[str, TensorInfo] = {}
     # every encoding has parts in a dtype that is not plain
-    if any(tensor.dtype not in PLAIN_DTYPES for tensor in tensors):
+    if any(tensor.dtype not in _PLAIN_DTYPES for tensor in tensors):
         siblings = SiblingTensors(
             by_name=source.by_name,
             description=description,
@@ -216,7 +207,7 @@ def _check_unused(
         # no model has a matrix of integers before it is quantized
         is_matrix = leaf == "weight" and len(tensor.shape) > 1 and tensor.encoding is None
         is_unread = tensor.encoding is None and tensor.dtype in dtypes
-        is_code = method is not None and is_matrix and tensor.dtype in _INTEGER_DTYPES
+        is_code = method is not None and is_matrix and tensor.dtype[0] in "IU"
         may_scale = "scale" in leaf and module in casts
         if is_unread or is_code or may_scale or tensor.name.endswith(ends):
             raise SourceError.about(

@@ -51,19 +51,16 @@ class Texts:
 def positive(values: Mapping[str, Any], key: str) -> int | None:
     """Returns a count or a size; None if there is no whole number above 0, or one beyond sense."""
     value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int):
-        return None
-    return value if 0 < value <= _LARGEST else None
+    return value if type(value) is int and 0 < value <= _LARGEST else None
 
 
 def counts_of(values: Mapping[str, Any], key: str) -> list[int]:
     """Returns a list of whole numbers; an empty one if there is something else."""
     found = values.get(key)
-    if not isinstance(found, list) or len(found) > _LARGEST:
+    if not isinstance(found, list):
         return []
-    if not all(isinstance(count, int) and 0 <= count <= _LARGEST for count in found):
-        return []
-    return [int(count) for count in found]
+    are_counts = all(isinstance(count, int) and 0 <= count <= _LARGEST for count in found)
+    return found if are_counts else []
 
 
 def shortest(value: float) -> float:
@@ -168,26 +165,19 @@ class _Header:
     # --- metadata ------------------------------------------------------------------------------
 
     def _value(self, kind: int) -> Any:
-        """Reads a value of the metadata."""
+        """Reads a value of the metadata: a number, a string, or an array of either."""
         if kind in _NUMBERS:
             return self._number(_NUMBERS[kind])
         if kind == _STRING:
             return self._text()
         if kind == _ARRAY:
-            return self._array()
-        raise self._error(f"has a value of type {kind}, which GGUF does not define")
-
-    def _array(self) -> list[Any] | Texts:
-        """Reads an array of numbers, bools or strings."""
-        kind = self._number("I")
-        count = self._number("Q")
-        if kind in _NUMBERS:
-            code = _NUMBERS[kind]
-            size = struct.calcsize(f"<{code}")
-            return list(struct.unpack(f"<{count}{code}", self._take(count * size)))
-        if kind == _STRING:
-            return self._texts(count)
-        raise self._error(f"has an array of type {kind}, which is not read")
+            kind = self._number("I")
+            count = self._number("Q")
+            if kind in _NUMBERS:
+                return self._numbers(_NUMBERS[kind], count)
+            if kind == _STRING:
+                return self._texts(count)
+        raise self._error(f"has a value of type {kind}, which is not read")
 
     def _text(self) -> str:
         """Reads a string. What is not UTF-8 in it is replaced, as in tokens of other encodings."""
@@ -260,9 +250,13 @@ class _Header:
         self.position = stop
         return bytes(self._here[start:stop])
 
+    def _numbers(self, code: str, count: int) -> list[Any]:
+        """Reads numbers, by their format of struct."""
+        content = self._take(count * struct.calcsize(f"<{code}"))
+        return list(struct.unpack(f"<{count}{code}", content))
+
     def _number(self, code: str) -> Any:
-        """Reads a number, by its format of struct."""
-        [number] = struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))
+        [number] = self._numbers(code, 1)
         return number
 
     def _need(self, stop: int) -> None:

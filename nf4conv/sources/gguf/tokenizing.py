@@ -195,33 +195,30 @@ def _post_processor(
 
     A text `begins` with a special token unless the metadata says otherwise.
     """
-    wanted = []
+    first = last = None
     if metadata.get("tokenizer.ggml.add_bos_token", begins):
-        wanted.append(("bos_token", 0))
+        first = _token(metadata, tokens, "bos_token")
     if metadata.get("tokenizer.ggml.add_eos_token", False):
-        wanted.append(("eos_token", 1))
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    single: list[dict[str, Any]] = [text]
+        last = _token(metadata, tokens, "eos_token")
     special = {}
-    for role, place in wanted:
-        token = _token(metadata, tokens, role)
-        if token is None:
-            continue
-        single.insert(len(single) * place, {"SpecialToken": {"id": token, "type_id": 0}})
-        number = metadata[_ROLES[role]]
-        special[token] = {"id": token, "ids": [number], "tokens": [token]}
+    for role, token in (("bos_token", first), ("eos_token", last)):
+        if token is not None:
+            special[token] = {"id": token, "ids": [metadata[_ROLES[role]]], "tokens": [token]}
     if not special:
         return None
-    second = [{kind: {**one, "type_id": 1}} for part in single for kind, one in part.items()]
-    for part in second:
-        if "Sequence" in part:
-            part["Sequence"]["id"] = "B"
+    single = _around("A", 0, first, last)
     return {
         "type": "TemplateProcessing",
         "single": single,
-        "pair": [*single, *second],
+        "pair": [*single, *_around("B", 1, first, last)],
         "special_tokens": special,
     }
+
+
+def _around(text: str, type_id: int, first: str | None, last: str | None) -> list[dict[str, Any]]:
+    """Returns the parts of a template: a text, and the tokens around it."""
+    parts = [("SpecialToken", first), ("Sequence", text), ("SpecialToken", last)]
+    return [{kind: {"id": part, "type_id": type_id}} for kind, part in parts if part is not None]
 
 
 def _tokenizer_config(metadata: Mapping[str, Any]) -> list[bytes]:
