@@ -43,10 +43,10 @@ def decode_integers(
 ) -> torch.Tensor:
     """Decodes a matrix, or some rows of one, to [rows, columns] `dtype`, contiguous.
 
-    values: the words, int32 (of torchao bytes), in the shape of the packing. scale: [rows, groups] of compressed-
-    tensors, [groups, rows] of the others. zeros: the zero point of each group, packed, or int8 or a
-    float for each; None for 2^(bits - 1). group_index: [columns], the group of each column; None if
-    groups are in order.
+    values: the words, int32, of torchao bytes, in the shape of the packing. scale: [rows, groups]
+    of compressed-tensors, [groups, rows] of the others. zeros: the zero point of each group,
+    packed, or int8 or a float for each; None for 2^(bits - 1). group_index: [columns], the group of
+    each column; None if groups are in order.
 
     Raises CodecError if the group index names a group that there is not.
     """
