@@ -132,7 +132,8 @@ class Foreign(Encoding):
     __slots__ = ()
 
     is_quantization: ClassVar[bool] = True
-    method: ClassVar[str | None] = None  # quant_method of the configs that it needs; None for any
+    # quant_method of the configs that it needs, or how words lie by them; none for any config
+    configs: ClassVar[tuple[str, ...]] = ()
     stored: ClassVar[str] = ""  # how the name of the values ends
     weight: ClassVar[str] = ""  # how the name of the weight ends instead
     # "values" and the other parts, by role; tensors in other dtypes are no values

@@ -119,6 +119,7 @@ class Gptq(PackedIntegers):
 
     __slots__ = ()
 
+    configs = ("GPTQ", "GPTQ v2")
     packing = "GPTQ"
     stored = ".qweight"
     weight = ".weight"
@@ -130,21 +131,14 @@ class Gptq(PackedIntegers):
     }
 
     @classmethod
-    def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
-        return siblings.description.packing in ("GPTQ", "GPTQ v2")
-
-    @classmethod
     def candidates(
         cls, parts: Mapping[str, TensorInfo], told: Sizes | None, description: Description
     ) -> Iterator[Sizes]:
         named = [bits for bits, _ in description.schemes]
+        words = (parts["values"].shape[0], parts["zeros"].shape[1])
         for bits in dict.fromkeys([*named, 4, 8, 2, 3]):
-            if bits not in (2, 3, 4, 8):
-                continue
-            words = (parts["values"].shape[0], parts["zeros"].shape[1])
-            # codes that cross the borders of words fill all of them
-            is_whole = WORD % bits == 0 or all(number % bits == 0 for number in words)
-            if is_whole:
+            # codes of 3 bits cross the borders of words, and fill all of them
+            if bits in (2, 4, 8) or (bits == 3 and all(number % 3 == 0 for number in words)):
                 yield {"bits": bits}
 
     @classmethod
@@ -164,6 +158,7 @@ class Awq(PackedIntegers):
 
     __slots__ = ()
 
+    configs = ("AWQ",)
     packing = "AWQ"
     stored = ".qweight"
     weight = ".weight"
@@ -172,10 +167,6 @@ class Awq(PackedIntegers):
         "scale": part(".scales", f"{FLOATS}: groups out"),
         "zeros": part(".qzeros", "I32: groups out/8"),
     }
-
-    @classmethod
-    def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
-        return siblings.description.packing == "AWQ"
 
 
 class CompressedIntegers(PackedIntegers):
@@ -267,7 +258,7 @@ class TorchaoInt4(PackedIntegers):
 
     __slots__ = ()
 
-    method = "torchao"
+    configs = ("torchao",)
     packing = "torchao"
     stored = "_weight_qdata"
     weight = "weight"
@@ -287,13 +278,9 @@ class TorchaoInt4(PackedIntegers):
         cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
     ) -> dict[str, Any]:
         settings = super().settings_of(parts, sizes, description)
-        scale, zeros = parts["scale"], parts["zeros"]
-        columns, size = sizes["in"], settings["codes"].group_size
-        is_named = size in [size for _, size in description.schemes]
-        if columns % 8 != 0 or columns != sizes["groups"] * size or not is_named:
-            raise misfit(parts["values"], scale)
-        if zeros.dtype != scale.dtype:
-            raise misfit(parts["values"], zeros)
+        columns = sizes["in"]
+        if columns % 8 != 0 or columns != sizes["groups"] * settings["codes"].group_size:
+            raise misfit(parts["values"], parts["scale"])
         return settings
 
 

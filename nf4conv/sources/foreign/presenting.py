@@ -116,15 +116,15 @@ def decoded_tensors(
 
 @lru_cache(maxsize=4096)  # models have few ends of names and many tensors
 def _formats_of(
-    end: str, dtype: str, method: str | None, has_states: bool
+    end: str, dtype: str, method: str | None, packing: str | None, has_states: bool
 ) -> tuple[type[Foreign], ...]:
-    """Returns the formats of a method whose values may have such a dtype, and names that end so."""
+    """Returns the formats of a config whose values may have such a dtype, and names that end so."""
     found = []
     for kind in FORMATS:
         has_name = end.endswith(kind.stored) or kind.stored.endswith(end)
         has_dtype = any(dtype in form.dtypes for form in kind.layout["values"].forms)
-        is_possible = has_states if kind is Bitsandbytes4bit else kind.method in (None, method)
-        if has_name and has_dtype and is_possible:
+        is_named = not kind.configs or method in kind.configs or packing in kind.configs
+        if has_name and has_dtype and is_named and (has_states or kind is not Bitsandbytes4bit):
             found.append(kind)
     return tuple(found)
 
@@ -132,9 +132,9 @@ def _formats_of(
 def _decoded(tensor: TensorInfo, siblings: SiblingTensors, has_states: bool) -> TensorInfo | None:
     """Returns the tensor that values decode to; None if a tensor holds no encoded values."""
     name = tensor.name
-    may_be = _formats_of(
-        name[name.rfind(".") + 1 :], tensor.dtype, siblings.description.method, has_states
-    )
+    end = name[name.rfind(".") + 1 :]
+    described = siblings.description
+    may_be = _formats_of(end, tensor.dtype, described.method, described.packing, has_states)
     if not may_be or name.endswith(_COMPONENT_ENDS) or siblings.is_scale(tensor):
         return None
     for kind in may_be:

@@ -59,10 +59,9 @@ def present(
         pattern, first = next(iter(parts.items()))
         try:
             for presented in _presented(parts, joins.get(pattern), family, layer, sizes):
-                name = presented.name.replace("*", layer)
-                if name in found:
-                    raise ValueError(f"stands for {name}, which is there twice")
-                found[name] = presented._replace(name=name)
+                if presented.name in found:
+                    raise ValueError(f"stands for {presented.name}, which is there twice")
+                found[presented.name] = presented
         except ValueError as error:
             raise SourceError.about(first.file, first.name, str(error)) from error
     return tuple(found.values())
@@ -107,7 +106,7 @@ def _presented(
     sizes: Mapping[str, Any],
 ) -> Iterator[TensorInfo]:
     """Yields what one tensor of the file, or several that are joined, stand for: one tensor, or a
-    matrix for each expert; `*` in the names for the number of the layer.
+    matrix for each expert.
     """
     before = {}
     for pattern, tensor in parts.items():
@@ -122,6 +121,7 @@ def _presented(
                 raise ValueError(f"goes with {part.replace('*', layer)}, which is missing")
         encoding, shape = join.put_together([before[part] for part in join.parts], sizes)
         presented = presented._replace(shape=shape, encoding=encoding)
+    name = name.replace("*", layer)
     if "#" in name:
         yield from _experts(presented, name)
         return
