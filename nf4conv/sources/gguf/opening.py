@@ -63,14 +63,12 @@ def open_gguf(
     family = _family(path, sizes, names, config)
     dtype = _dtype_of(tensors, config or {})
     presented = present(tensors, family, sizes, dtype)
-    notes = [_note_on_types(tensors), *_notes_on_tower(path, sizes, beside)]
     folder = borrowed
     made = None
     if folder is None:
         folder = path / path.stem
         config = config_of(sizes, names, family, presented, dtype)
         made = tokenizer_files(metadata) or {}
-        notes.append(_note_on_metadata(tensors, has_tokenizer=bool(made)))
     card = files[0].parent / "README.md"
     number = {file: number for number, file in enumerate(files)}
     return Source(
@@ -80,7 +78,7 @@ def open_gguf(
         tensors=tuple(sorted(presented, key=lambda one: (number[one.file], one.start))),
         config=config,
         stem=STEMS[0],
-        notes=tuple(notes),
+        notes=tuple(_notes(path, tensors, sizes, beside, made)),
         stamps=stamps,
         place=str(path),
         card=card if card.is_file() else folder / "README.md",
@@ -192,27 +190,28 @@ def _dtype_of(tensors: Sequence[GgufTensor], config: Mapping[str, Any]) -> str:
     return TAGS.get(checkpoint_dtype(config) or "", "BF16")
 
 
-def _note_on_types(tensors: Sequence[GgufTensor]) -> str:
+def _notes(
+    path: Path,
+    tensors: Sequence[GgufTensor],
+    sizes: Mapping[str, Any],
+    beside: Collection[str],
+    made: Mapping[str, Any] | None,
+) -> Iterator[str]:
+    """Yields lines about the types, a tower that is in another file, and what was made of the
+    metadata, and is not in there.
+    """
     counts = Counter(tensor.block_type.name for tensor in tensors)
     types = ", ".join(f"{count:,} of {name}" for name, count in counts.most_common())
-    return f"the source is a GGUF file: {types}"
-
-
-def _notes_on_tower(path: Path, sizes: Mapping[str, Any], beside: Collection[str]) -> Iterator[str]:
-    """Yields a line for a model that sees or hears, of which its tower is in another file."""
+    yield f"the source is a GGUF file: {types}"
     names = {*beside, *(file.name for file in path.parent.glob("*.gguf"))}
     has_tower = any("mmproj" in name and name.endswith(".gguf") for name in names)
     if has_tower or sizes.get("general.architecture") in _SEEING:
         yield "the text model alone: the tower that sees or hears is in the original's safetensors"
-
-
-def _note_on_metadata(tensors: Sequence[GgufTensor], *, has_tokenizer: bool) -> str:
-    """Returns a line about what was made of the metadata, and what is not in there."""
-    lacking = []
-    if not has_tokenizer:
-        lacking.append("no tokenizer that nf4conv can write")
+    if made is None:
+        return
+    lacking = [] if made else ["no tokenizer that nf4conv can write"]
     if any(tensor.name.startswith("rope_f") for tensor in tensors):
         lacking.append("not how rotary embeddings are scaled")
-    what = "config.json and the tokenizer are made" if has_tokenizer else "config.json is made"
+    what = "config.json and the tokenizer are made" if made else "config.json is made"
     but = f", which has {' and '.join(lacking)}" if lacking else ""
-    return f"{what} of the file's metadata{but}; --config-from REPO takes those of the original"
+    yield f"{what} of the file's metadata{but}; --config-from REPO takes those of the original"
