@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 
 from nf4conv.calibrate.hidden import give_back
-from nf4conv.calibrate.kept import Tensors, components_of, digest_of_components, parts_of
+from nf4conv.calibrate.kept import Tensors, components_of, digest_of_components
 from nf4conv.calibrate.model.filling import matrix_in
 from nf4conv.calibrate.moments import BlockAtWork, moments_of
 from nf4conv.calibrate.rounding.calibrated import round_calibrated
@@ -16,6 +16,7 @@ from nf4conv.calibrate.rounding.two_sided import round_two_sided, two_sided_cost
 from nf4conv.calibrate.stages import Stage, Target, find_stages
 from nf4conv.codec.quant_state import DTYPES, QuantState
 from nf4conv.errors import SourceError
+from nf4conv.format.layout import parts_of
 from nf4conv.report.tolerance import FOREIGN_ERROR
 
 _FARTHEST: Final = 0.95 * FOREIGN_ERROR

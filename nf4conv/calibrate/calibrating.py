@@ -20,13 +20,14 @@ import torch
 from nf4conv.calibrate.block import calibrate_block, restore_block
 from nf4conv.calibrate.gradients import find_output_moments, output_moments
 from nf4conv.calibrate.hidden import HiddenStates
-from nf4conv.calibrate.kept import KeptFiles, parts_of
+from nf4conv.calibrate.kept import KeptFiles
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.moments import BlockAtWork
 from nf4conv.calibrate.session import PreparedCalibration, Session
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.errors import Nf4convError
 from nf4conv.format.dtypes import TAGS
+from nf4conv.format.layout import parts_of
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged

@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,14 +21,12 @@ from safetensors.torch import save
 from nf4conv.calibrate.hidden import bytes_of
 from nf4conv.calibrate.rounding.rounded import Rounded
 from nf4conv.errors import OutputError, named
-from nf4conv.format.layout import COMPONENT_SUFFIXES, Format
+from nf4conv.format.layout import Format
 from nf4conv.output.writer import write_file
 
 _log: Final = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
-
-PartT = TypeVar("PartT")
 
 
 class KeptFiles:
@@ -113,16 +111,6 @@ def components_of(weights: Mapping[str, Rounded], format: Format) -> Tensors:
         found[name] = codes[:, None].to("cpu", copy=True)
         for suffix, tensor in rounded.state.components().items():
             found[f"{name}.{suffix}"] = tensor.to("cpu", copy=True)
-    return found
-
-
-def parts_of(name: str, components: Mapping[str, PartT]) -> dict[str, PartT]:
-    """Returns what stands beside the codes of a weight, by suffix."""
-    found = {}
-    for suffix in COMPONENT_SUFFIXES:
-        part = components.get(f"{name}.{suffix}")
-        if part is not None:
-            found[suffix] = part
     return found
 
 

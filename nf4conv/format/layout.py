@@ -21,7 +21,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from nf4conv.errors import CodecError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
@@ -64,6 +64,9 @@ NESTED_QUANT_MAP: Final = bytearray(struct.pack(f"<{len(DYNAMIC_MAP)}f", *DYNAMI
 """
 
 _LONGEST_OFFSET: Final = -1.1754943508222875e-38  # no float32 has a longer repr
+
+
+PartT = TypeVar("PartT")
 
 
 @dataclass(frozen=True)
@@ -272,6 +275,16 @@ def _is_shape(value: object) -> bool:
     if not all(type(size) is int and 0 <= size < _LARGEST_SIZE for size in value):
         return False
     return math.prod(value) < _LARGEST_SIZE
+
+
+def parts_of(name: str, tensors: Mapping[str, PartT]) -> dict[str, PartT]:
+    """Returns what stands beside the codes of a weight, by suffix."""
+    found = {}
+    for suffix in COMPONENT_SUFFIXES:
+        part = tensors.get(f"{name}.{suffix}")
+        if part is not None:
+            found[suffix] = part
+    return found
 
 
 def split_component(name: str) -> tuple[str, str]:

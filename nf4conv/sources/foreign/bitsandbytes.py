@@ -97,14 +97,9 @@ class Bitsandbytes4bit(Foreign):
     @classmethod
     def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
         """Recognises W, W.absmax, W.quant_state.bitsandbytes__nf4 and the like."""
-        states = [f"{QUANT_STATE_PREFIX}{kind}" for kind in CODEBOOKS]
-        if not any(f"{tensor.name}.{suffix}" in siblings.by_name for suffix in states):
+        components = layout.parts_of(tensor.name, siblings.by_name)
+        if not any(suffix.startswith(QUANT_STATE_PREFIX) for suffix in components):
             return None
-        components = {}
-        for suffix in layout.COMPONENT_SUFFIXES:
-            found = siblings.by_name.get(f"{tensor.name}.{suffix}")
-            if found is not None:
-                components[suffix] = found
         encoding, faults = read_weight(tensor, components, siblings.read)
         if encoding is None:
             fault = next(fault for fault in faults if fault.severity is Severity.FATAL)

@@ -14,7 +14,7 @@ from transformers.core_model_loading import ConversionOps, ErnieFuseAndSplitText
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
-from nf4conv.format.layout import COMPONENT_SUFFIXES
+from nf4conv.format.layout import COMPONENT_SUFFIXES, parts_of
 from nf4conv.inference.experts.packed import PackedExperts, split_stack, stack_experts
 from nf4conv.inference.moe.loading.headers import AGAIN
 from nf4conv.inference.moe.tensor import Experts4bit
@@ -199,10 +199,7 @@ def _collected(input_dict: dict[str, Any], source: str) -> dict[str, list[torch.
     found = {}
     if f"{source}$" in input_dict:
         found[""] = input_dict[f"{source}$"]
-    for suffix in COMPONENT_SUFFIXES:
-        if f"{source}.{suffix}" in input_dict:
-            found[suffix] = input_dict[f"{source}.{suffix}"]
-    return found
+    return found | parts_of(source, input_dict)
 
 
 def _share(
