@@ -24,7 +24,7 @@ class BlockType(NamedTuple):
     size: int
 
 
-_TYPES: Final = (
+_COMMON: Final = (
     BlockType(0, "F32", 1, 4),
     BlockType(1, "F16", 1, 2),
     BlockType(30, "BF16", 1, 2),
@@ -38,6 +38,9 @@ _TYPES: Final = (
     BlockType(12, "Q4_K", 256, 144),
     BlockType(13, "Q5_K", 256, 176),
     BlockType(14, "Q6_K", 256, 210),
+)
+
+_RARE: Final = (
     BlockType(16, "IQ2_XXS", 256, 66),
     BlockType(17, "IQ2_XS", 256, 74),
     BlockType(18, "IQ3_XXS", 256, 98),
@@ -52,6 +55,8 @@ _TYPES: Final = (
     BlockType(39, "MXFP4", 32, 17),
     BlockType(40, "NVFP4", 64, 36),
 )
+
+_TYPES: Final = (*_COMMON, *_RARE)
 
 BLOCK_TYPES: Final = {block_type.number: block_type for block_type in _TYPES}
 """The types of weights that are decoded; a test compares them with the package `gguf`."""
@@ -114,12 +119,15 @@ class Layout:  # no tuple, which Triton would take apart
     group: int = 0
 
 
-LAYOUTS: Final = {
+_WITHOUT_GROUPS: Final = {
     "Q4_0": Layout(0, Fields(2, 4, 16), center=8),
     "Q4_1": Layout(0, Fields(4, 4, 16), has_minimum=True),
     "Q5_0": Layout(0, Fields(6, 4, 16), Fields(2, 1, 1), center=16),
     "Q5_1": Layout(0, Fields(8, 4, 16), Fields(4, 1, 1), has_minimum=True),
     "Q8_0": Layout(0, Fields(2, 8, 32)),
+}
+
+_WITH_GROUPS: Final = {
     "Q2_K": Layout(80, Fields(16, 2, 32), has_minimum=True, kind=NIBBLES, first=0, group=16),
     "Q3_K": Layout(
         108, Fields(32, 2, 32), Fields(0, 1, 32), center=4, kind=SPLIT, first=96, group=16
@@ -132,6 +140,8 @@ LAYOUTS: Final = {
         208, Fields(0, 4, 64), Fields(128, 2, 32), center=32, kind=SIGNED, first=192, group=16
     ),
 }
+
+LAYOUTS: Final = {**_WITHOUT_GROUPS, **_WITH_GROUPS}
 """The layouts of the types that nf4conv decodes itself, by ggml-common.h and ggml-quants.c in
 llama.cpp. The package `gguf` decodes the others, which few files have, on a CPU.
 """
