@@ -121,7 +121,7 @@ def _digest(weights: Sequence[Bitsandbytes4bit]) -> str:
     digest = hashlib.sha256()
     for weight in weights:
         parts = dict(weight.parts)
-        for role in ("values", "absmax", "nested_absmax", weight.quant_state_role):
+        for role in ("values", "absmax", "nested_absmax", "quant_state"):
             if role in parts:
                 part = parts[role]
                 for chunk in read_chunks(part.file, part.start, part.stop):

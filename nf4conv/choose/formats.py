@@ -13,7 +13,7 @@ from dataclasses import replace
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import DTYPE_NAMES
-from nf4conv.format.layout import Format
+from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import DTYPES, QuantizeOptions
 from nf4conv.sources.foreign.bitsandbytes import (
@@ -107,6 +107,7 @@ def _copied_from(
         return f"stored as {encoding.format}"
     components = dict(encoding.parts)
     values = components.pop("values")
+    components[f"{QUANT_STATE_PREFIX}{format.quant_type}"] = components.pop("quant_state")
     _, faults = check_weight(values, components, read, scales)
     for fault in faults:
         if fault.severity >= Severity.LASTING:

@@ -532,7 +532,7 @@ EXACT = {
     "map 0": (change(f"{UP}.nested_quant_map", flipped(0, 0)), "1 of nested_quant_map"),
     "map 255": (change(f"{UP}.nested_quant_map", flipped(4 * 255, 0)), "1 of nested_quant_map"),
     "codes 15": (change(f"{UP}.quant_map", flipped(4 * 15, 0)), "1 of quant_map"),
-    "spaces": (change(BLOB, respaced), "of quant_state.bitsandbytes__"),
+    "spaces": (change(BLOB, respaced), "of quant_state"),
     "shape": (change(UP, lambda tensor: tensor.view(1, -1)), "the codes are [1, "),
 }
 

@@ -202,7 +202,7 @@ def _compare_scales(
         expected |= _expected_descriptions(weight, offset)
         stored = dict(zip(parts, raws, strict=True))
         if weight.blob is not None:  # it may not be on disk yet
-            stored[weight.quant_state_role] = _vector(weight.blob)
+            stored["quant_state"] = _vector(weight.blob)
         differing = {}
         for role, right in expected.items():
             if role in stored:
@@ -222,7 +222,7 @@ def _expected_descriptions(
     return {
         "quant_map": _vector(QUANT_MAPS[weight.format.quant_type]),
         "nested_quant_map": _vector(NESTED_QUANT_MAP),
-        weight.quant_state_role: _vector(quant_state_json(weight.format, weight.shape, offset)),
+        "quant_state": _vector(quant_state_json(weight.format, weight.shape, offset)),
     }
 
 

@@ -21,7 +21,7 @@ from nf4conv.models.module_names import module_of
 from nf4conv.sources.arranged import Excerpt
 from nf4conv.sources.foreign.formats import Foreign, Part, SiblingTensors
 from nf4conv.sources.foreign.formats import part as described
-from nf4conv.sources.tensors import Encoding, Kernel, Parts, TensorInfo, cut_elements
+from nf4conv.sources.tensors import Encoding, Kernel, TensorInfo, cut_elements
 
 _CLOSE: Final = 2**-8
 """Relative distance at which a code map still passes for the standard one, made in bfloat16.
@@ -37,10 +37,7 @@ _NEARLY_EQUAL: Final = 2**-21
 
 @dataclass(frozen=True, slots=True)
 class Bitsandbytes4bit(Foreign):
-    """A weight that bitsandbytes packed to NF4 or FP4 (docs/format.md).
-
-    The roles of the parts beside "values" are the suffixes of the components.
-    """
+    """A weight that bitsandbytes packed to NF4 or FP4 (docs/format.md)."""
 
     layout: ClassVar[Mapping[str, Part]] = {
         "values": described("", f"I8 {' '.join(STORAGE_DTYPES)}:")
@@ -64,18 +61,6 @@ class Bitsandbytes4bit(Foreign):
     @property
     def name(self) -> str:
         return "bitsandbytes 4-bit transposed" if self.is_transposed else "bitsandbytes 4-bit"
-
-    @property
-    def quant_state_role(self) -> str:
-        """Returns the suffix of the JSON blob, which names the quant type."""
-        return f"{QUANT_STATE_PREFIX}{self.format.quant_type}"
-
-    @property
-    def parts(self) -> Parts:
-        found = []
-        for role, part in super(Bitsandbytes4bit, self).parts:
-            found.append((self.quant_state_role if role == "quant_state" else role, part))
-        return tuple(found)
 
     @property
     def made_from(self) -> str:

@@ -18,7 +18,7 @@ from nf4conv.run.device.on_driver.buffers import FLAG, BatchInput, DriverBuffers
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
 from nf4conv.run.pieces import aligned, bytes_of, starts
 from nf4conv.sources.arranged import Columns
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, packed_in_order
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.foreign.integers import PackedIntegers
 from nf4conv.sources.tensors import TensorInfo
 
@@ -65,10 +65,7 @@ def add_tensor(batch: BatchInput, tensor: TensorInfo) -> Places:
     if tensor.encoding is None:
         return Places({"values": batch.add(tensor.file_range)})
     # the kernels have bitsandbytes' code map, and what its quant state says is known
-    unread: tuple[str, ...] = ()
-    packed = packed_in_order(tensor)
-    if packed is not None:
-        unread = ("quant_map", packed.quant_state_role)
+    unread = ("quant_map", "quant_state")
     places = Places({}, _keep_matrices(batch, tensor))
     for role, part in tensor.encoding.parts:
         if role not in unread and role not in places.kept:
