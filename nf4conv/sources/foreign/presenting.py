@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
-from nf4conv.format.dtypes import DTYPES, FLOAT_TAGS, TORCH_NAMES
+from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS, TORCH_NAMES
 from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.models.families import families_of
@@ -50,7 +50,7 @@ _PLAIN_DTYPES: Final = (*FLOAT_TAGS, "I64", "BOOL")
 _COMPONENT_ENDS: Final = tuple(f".{suffix}" for suffix in COMPONENT_SUFFIXES)
 """Ends of the names of what bitsandbytes stores beside the codes of a 4-bit weight."""
 
-_UNREAD_DTYPES: Final = ("F8_E8M0", "U32", *(DTYPES.keys() - TORCH_NAMES.keys()))
+_UNREAD_DTYPES: Final = ("F8_E8M0", "U32", *(DTYPE_BITS.keys() - TORCH_NAMES.keys()))
 """Dtypes of tensors that nf4conv cannot read unless they are part of an encoding."""
 
 _ENDS_OF_ACTIVATIONS: Final = (
