@@ -166,8 +166,7 @@ def allows(install: str, release: str) -> bool:
     return True
 
 
-@pytest.mark.usefixtures("hub")
-def test_code_that_loads_runs_as_it_is_printed(tmp_path: Path):
+def test_code_that_loads_runs_as_it_is_printed(tmp_path: Path, hub: Hub):
     outputs = {}
     for name, kind in KINDS.items():
         outputs[name] = quantize(tmp_path / name, *kind)
@@ -179,7 +178,7 @@ def test_code_that_loads_runs_as_it_is_printed(tmp_path: Path):
         assert output.card_install == output.lines["install"]
         assert allows(output.card_install, transformers.__version__), name
     assert '"me/pushed"' in outputs["pushed"].lines["load"]
-    assert '"me/pushed"' in outputs["pushed"].card
+    assert b'from_pretrained("me/pushed", ' in hub.repos["me/pushed"].files["README.md"]
     assert "push" not in outputs["pushed"].lines
 
 
