@@ -29,7 +29,7 @@ from nf4conv.sources.gguf.opening import open_gguf
 from nf4conv.sources.header import MOST_TENSORS, header_json, parse_header
 from nf4conv.sources.pickle_header import read_pickle_header
 from nf4conv.sources.places import from_address, is_repo_id
-from nf4conv.sources.reader import FileBytes, bytes_of, each, read_json
+from nf4conv.sources.reader import Absent, bytes_of, each, read_json
 from nf4conv.sources.source import Source, stamps_of
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
@@ -192,9 +192,7 @@ def _describe(
     return opened
 
 
-def _read_headers(
-    files: Collection[Path], absent: Mapping[Path, FileBytes]
-) -> tuple[TensorInfo, ...]:
+def _read_headers(files: Collection[Path], absent: Absent) -> tuple[TensorInfo, ...]:
     """Returns the tensors of all weight files, of which some are on the Hub, in the order of files
     and of bytes within a file.
     """
@@ -217,7 +215,7 @@ def _read_headers(
     return tuple(tensors)
 
 
-def _read_head(absent: Mapping[Path, FileBytes], path: Path) -> tuple[bytes, int]:
+def _read_head(absent: Absent, path: Path) -> tuple[bytes, int]:
     """Returns the JSON in the header of a weight file, of a pickle nothing, and the file's size."""
     if path.suffix != ".safetensors":
         if path in absent:
@@ -225,9 +223,7 @@ def _read_head(absent: Mapping[Path, FileBytes], path: Path) -> tuple[bytes, int
                 f"{path}: only safetensors can be streamed; run without --stream", path=path
             )
         return b"", 0
-    if path in absent:
-        return header_json(path, absent[path]), absent[path].size
-    with bytes_of(path) as file:
+    with bytes_of(path, absent) as file:
         return header_json(path, file), file.size
 
 

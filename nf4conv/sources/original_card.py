@@ -101,14 +101,10 @@ def _parsed(front: str) -> dict[str, Any]:
     """
     import yaml  # importing it takes a moment
 
-    class PlainLoader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise ValueError("it has aliases")
-            return super().compose_node(parent, index)
-
     try:
-        found = yaml.load(front, PlainLoader)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(front)):
+            raise ValueError("it has aliases")
+        found = yaml.load(front, yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     return found if isinstance(found, dict) else {}

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from nf4conv.errors import PlanError, SourceError, first_line, named
 from nf4conv.sources.tensors import TensorInfo
@@ -75,6 +75,10 @@ class FileBytes:
     read: Callable[[int, int], bytes]  # bytes start … stop
 
 
+Absent: TypeAlias = Mapping[Path, FileBytes]
+"""Files that are not on this disk, by the paths that they would have."""
+
+
 class _OpenFile:
     """An open file.
 
@@ -112,7 +116,7 @@ class Reader:
     Threads may share it. The files that were read last stay open. Use it as a context manager.
     """
 
-    def __init__(self, absent: Mapping[Path, FileBytes] | None = None) -> None:
+    def __init__(self, absent: Absent | None = None) -> None:
         self._absent = absent or {}
         self._files: OrderedDict[Path, _OpenFile] = OrderedDict()  # those read last are last
         self._lock = threading.Lock()
@@ -192,8 +196,11 @@ class Reader:
 
 
 @contextmanager
-def bytes_of(path: Path) -> Iterator[FileBytes]:
-    """Opens a file on this disk."""
+def bytes_of(path: Path, absent: Absent | None = None) -> Iterator[FileBytes]:
+    """Opens a file, which may be on the Hub."""
+    if absent and path in absent:
+        yield absent[path]
+        return
     with named(path, SourceError), path.open("rb") as file:
 
         def read(start: int, stop: int) -> bytes:
@@ -219,13 +226,13 @@ def digest_of(path: Path, digest: "hashlib._Hash | None" = None) -> str:
     return digest.hexdigest()
 
 
-def read_bytes(tensor: TensorInfo) -> bytes:
+def read_bytes(tensor: TensorInfo, absent: Absent | None = None) -> bytes:
     """Returns the bytes of a small tensor."""
     if tensor.nbytes > _LARGEST_READ:
         raise SourceError.about(
             tensor.file, tensor.name, f"{tensor.nbytes:,} bytes, too many for what it is"
         )
-    with bytes_of(tensor.file) as file:
+    with bytes_of(tensor.file, absent) as file:
         return file.read(tensor.start, tensor.stop)
 
 

@@ -32,15 +32,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from nf4conv.errors import SourceError, named
 from nf4conv.format.codebook import RECORDED_SCALES
 from nf4conv.sources.reader import each, read_json
 from nf4conv.sources.source import Source
-
-if TYPE_CHECKING:
-    from nf4conv.sources.adapters.adapter import Adapter
 
 MAKING: Final = "nf4conv.json"
 
@@ -100,17 +97,16 @@ def _describe(source: Source) -> dict[str, Any]:
     if origin is None:  # else a commit, which cannot change
         described["samples_sha256"] = _samples_digest(source.files)
     if source.adapters:
-        described["adapters"] = [_describe_adapter(adapter) for adapter in source.adapters]
+        described["adapters"] = []
+    for adapter in source.adapters:
+        if adapter.origin is not None:
+            told = {"id": str(adapter), "config": adapter.config}
+        else:
+            samples = _samples_digest([adapter.file])
+            place = name_of(adapter.file.parent)
+            told = {"id": place, "config": adapter.config, "samples_sha256": samples}
+        described["adapters"].append(told)
     return described
-
-
-def _describe_adapter(adapter: "Adapter") -> dict[str, Any]:
-    """Returns what tells an adapter from others."""
-    if adapter.origin is not None:
-        return {"id": str(adapter), "config": adapter.config}
-    samples = _samples_digest([adapter.file])
-    place = name_of(adapter.file.parent)
-    return {"id": place, "config": adapter.config, "samples_sha256": samples}
 
 
 def as_bytes(record: Mapping[str, Any]) -> bytes:

@@ -138,13 +138,6 @@ def source_stamps(source: Source) -> dict[str, list[int]]:
     return stamps
 
 
-def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
-    """Returns the bytes of a small tensor, on disk or on the Hub."""
-    if tensor.file not in source.absent:
-        return read_bytes(tensor)
-    return source.absent[tensor.file].read(tensor.start, tensor.stop)
-
-
 def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, bytes]:
     """Reads many small tensors, of which those that are near each other are read at once; returns
     the bytes of each by its name.
@@ -156,7 +149,7 @@ def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, by
         else:
             groups.append([tensor])
     spans = [group[0]._replace(stop=group[-1].stop) for group in groups]
-    contents = each(partial(read_tensor, source), spans)
+    contents = each(partial(read_bytes, absent=source.absent), spans)
     found = {}
     for group, span, content in zip(groups, spans, contents, strict=True):
         for tensor in group:

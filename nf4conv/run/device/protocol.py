@@ -26,9 +26,10 @@ class NonFiniteError(SourceError):
     """
 
     def __init__(self, job: PackJob) -> None:
+        ruined = "checkpoint" if job.source.unmerged is job.source else "adapter"
         super().__init__(
             f"{job.source.file}: {job.source.name}: has values that are NaN or infinite, or too "
-            f"large for {job.format.dtype} or double quantization; repair the checkpoint, give "
+            f"large for {job.format.dtype} or double quantization; repair the {ruined}, give "
             f"another --dtype, or leave it unquantized with --exclude",
             path=job.source.file,
             tensor=job.source.name,

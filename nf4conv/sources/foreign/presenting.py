@@ -27,7 +27,8 @@ from nf4conv.sources.foreign.floats import (
 )
 from nf4conv.sources.foreign.formats import Foreign, SiblingTensors
 from nf4conv.sources.foreign.integers import Awq, CompressedIntegers, Gptq, TorchaoInt4
-from nf4conv.sources.source import Source, read_tensor
+from nf4conv.sources.reader import read_bytes
+from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
 FORMATS: Final[list[type[Foreign]]] = [
@@ -101,7 +102,7 @@ def decoded_tensors(
             description=description,
             dtype="F16" if checkpoint_dtype(config) == "float16" else "BF16",
             families=families_of(config),
-            read=partial(read_tensor, source),
+            read=partial(read_bytes, absent=source.absent),
         )
         has_states = any(QUANT_STATE_PREFIX in name for name in siblings.by_name)
         for tensor in tensors:

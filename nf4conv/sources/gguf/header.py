@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from nf4conv.errors import SourceError
 from nf4conv.format.gguf import BLOCK_TYPES, BlockType
 from nf4conv.sources.header import MOST_TENSORS, check_name
-from nf4conv.sources.reader import FileBytes, bytes_of
+from nf4conv.sources.reader import Absent, FileBytes, bytes_of
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -119,16 +119,14 @@ class GgufTensor(NamedTuple):
 
 
 def read_gguf_header(
-    path: Path, remote: FileBytes | None = None
+    path: Path, absent: Absent | None = None
 ) -> tuple[Mapping[str, Any], tuple[GgufTensor, ...]]:
     """Reads the header of a file, which may not be here.
 
     Returns the metadata, numbers, strings, lists of numbers, and `Texts`; and the tensors, in the
     order of their records.
     """
-    if remote is not None:
-        return _Header(path, remote).parsed()
-    with bytes_of(path) as file:
+    with bytes_of(path, absent) as file:
         return _Header(path, file).parsed()
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.dtypes import TAGS
@@ -16,7 +16,7 @@ from nf4conv.sources.gguf.families import GgufFamily, architectures, config_of, 
 from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
-from nf4conv.sources.reader import FileBytes, read_json
+from nf4conv.sources.reader import Absent, read_json
 from nf4conv.sources.source import Source, stamps_of
 from nf4conv.system.machine import uncollected
 
@@ -30,9 +30,6 @@ _REFUSED: Final = (
     ("glm4", "rope.dimension_sections", "of a model that sees, whose rows the converter moved"),
 )
 """Files that look like others: the architecture, a key of the metadata, and what they are."""
-
-Absent: TypeAlias = Mapping[Path, FileBytes]
-"""Files that are not here, by the path that each would have."""
 
 
 @uncollected()
@@ -50,7 +47,7 @@ def open_gguf(
     absent = {} if absent is None else absent
     files = _files_of(path, absent)
     stamps = stamps_of([file for file in files if file not in absent])
-    headers = [read_gguf_header(file, absent.get(file)) for file in files]
+    headers = [read_gguf_header(file, absent) for file in files]
     metadata = headers[0][0]
     tensors = [tensor for _, of_file in headers for tensor in of_file]
     _check_split(path, files, metadata, tensors)
