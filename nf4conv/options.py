@@ -56,6 +56,9 @@ class SourceOptions(Checked):
     cache_dir: str | Path | None = option(
         "Keep downloads in this folder.", metavar="DIRECTORY", unset="HF_HUB_CACHE"
     )
+    local_files_only: bool = option(
+        "Take what was downloaded before, and ask no Hub.", default=False
+    )
     token: str | None = option(
         "Use this token for the Hub.", is_secret=True, unset="that of hf auth login"
     )

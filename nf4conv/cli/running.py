@@ -71,7 +71,7 @@ def _fields_of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_source_options(where: SourceOptions, place: str | Path | None) -> None:
     """Refuses options about the Hub or about GGUF files that have no effect on a place."""
-    for name in ("revision", "stream"):
+    for name in ("revision", "stream", "local_files_only"):
         if getattr(where, name) and place is None:
             raise click.UsageError(f"{typed(name)} means nothing without --source")
         if getattr(where, name) and Path(str(place)).exists():

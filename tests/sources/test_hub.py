@@ -99,14 +99,22 @@ def test_a_cached_snapshot_is_used_in_place(
     assert len(hub.requests) <= 3
 
 
+@pytest.mark.parametrize("offline", ["--local-files-only", "HF_HUB_OFFLINE"])
 def test_offline_nobody_is_asked(
-    hub: Hub, files: dict[str, bytes], where: SourceOptions, monkeypatch: pytest.MonkeyPatch
+    hub: Hub,
+    files: dict[str, bytes],
+    where: SourceOptions,
+    offline: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     publish(hub, files)
     online = open_source(REPO, where)
     hub.requests.clear()
     hub.repos.clear()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    if offline == "HF_HUB_OFFLINE":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    else:
+        where = SourceOptions(cache_dir=where.cache_dir, local_files_only=True)
     cached = open_source(REPO, where)
     assert cached.tensors == online.tensors
     assert cached.fetched.origin == online.fetched.origin
@@ -114,35 +122,31 @@ def test_offline_nobody_is_asked(
 
 
 def test_offline_and_not_cached(hub: Hub, where: SourceOptions, monkeypatch: pytest.MonkeyPatch):
+    asked = r"1\.0: not in the cache; run once without {}, to download it"
+    with pytest.raises(SourceError, match=asked.format("--local-files-only")):
+        open_source(REPO, SourceOptions(cache_dir=where.cache_dir, local_files_only=True))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    asked = r"1\.0: not in the cache; run once without HF_HUB_OFFLINE, to download it"
-    with pytest.raises(SourceError, match=asked):
+    with pytest.raises(SourceError, match=asked.format("HF_HUB_OFFLINE")):
         open_source(REPO, where)
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "README.md"])
 def test_offline_a_file_that_has_lost_its_content_is_refused(
-    hub: Hub,
-    files: dict[str, bytes],
-    where: SourceOptions,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
+    hub: Hub, files: dict[str, bytes], where: SourceOptions, name: str
 ):
     """Its blob was removed; the result would be without it, and look finished."""
     publish(hub, files)
     path = open_source(REPO, where).folder / name
     path.resolve().unlink()
-    lost = rf"{name}: its content is not in the cache any more; run once without HF_HUB_OFFLINE"
-    with monkeypatch.context() as offline:
-        offline.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(SourceError, match=lost):
-            open_source(REPO, where)
+    offline = SourceOptions(cache_dir=where.cache_dir, local_files_only=True)
+    lost = rf"{name}: its content is not in the cache any more; run once without --local-files-only"
+    with pytest.raises(SourceError, match=lost):
+        open_source(REPO, offline)
     open_source(REPO, where)
     assert path.read_bytes() == files[name]
     path.with_name("model.onnx").symlink_to("nowhere")  # which is not needed
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    open_source(REPO, where)
+    open_source(REPO, offline)
 
 
 def test_an_interrupted_download_is_not_taken_for_a_cached_one(
@@ -153,11 +157,10 @@ def test_an_interrupted_download_is_not_taken_for_a_cached_one(
     hub.faults = [Fault("GET /cdn/.*00002-of-00002", times=99, cut=1000)]
     with pytest.raises(SourceError):
         open_source(REPO, where)
-    lacking = r"names model-00002-of-00002\.safetensors, which the cache lacks"
-    with monkeypatch.context() as offline:
-        offline.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(SourceError, match=lacking):
-            open_source(REPO, where)
+    with pytest.raises(
+        SourceError, match=r"names model-00002-of-00002\.safetensors, which the cache lacks"
+    ):
+        open_source(REPO, SourceOptions(cache_dir=where.cache_dir, local_files_only=True))
     hub.faults.clear()
     assert fetched_names(open_source(REPO, where)) == NEEDED
 
@@ -320,7 +323,7 @@ def test_sharded_variants_in_both_spellings(tmp_path: Path, stem: str, index: st
     assert source.stem == stem
 
 
-def test_subfolder(hub: Hub, where: SourceOptions, monkeypatch: pytest.MonkeyPatch):
+def test_subfolder(hub: Hub, where: SourceOptions):
     pipeline = {
         "model_index.json": b"{}",
         "transformer/config.json": json.dumps({"_class_name": "FluxTransformer2DModel"}).encode(),
@@ -335,9 +338,10 @@ def test_subfolder(hub: Hub, where: SourceOptions, monkeypatch: pytest.MonkeyPat
     assert fetched_names(source) == {"config.json", "diffusion_pytorch_model.safetensors"}
     assert str(source.fetched.origin) == f"{REPO}/transformer@{repo.head}"
     assert source.stem == "diffusion_pytorch_model"
-    with monkeypatch.context() as offline:
-        offline.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        assert open_source(REPO, options).fetched.origin == source.fetched.origin
+    offline = SourceOptions(
+        cache_dir=where.cache_dir, subfolder="transformer", local_files_only=True
+    )
+    assert open_source(REPO, offline).fetched.origin == source.fetched.origin
     with pytest.raises(
         SourceError, match=r"a diffusers pipeline, .* one by one: --subfolder transformer"
     ):

@@ -220,7 +220,7 @@ def test_no_network(tmp_path: Path, url: str):
     error = offline(tmp_path, url, "inspect", REPO)
     assert re.fullmatch(
         rf"Error: {REPO}: .+; you seem offline; what was downloaded before is read with "
-        r"HF_HUB_OFFLINE=1\n",
+        r"--local-files-only, or HF_HUB_OFFLINE=1\n",
         error,
     ), error
 

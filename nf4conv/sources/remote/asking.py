@@ -95,7 +95,10 @@ def explained(what: str) -> Iterator[None]:
 def _next_step(error: Exception, what: str) -> str:
     """Returns what to do about an error, to be put behind it; empty if that is not known."""
     if is_unreachable(error):
-        return "; you seem offline; what was downloaded before is read with HF_HUB_OFFLINE=1"
+        return (
+            "; you seem offline; what was downloaded before is read with --local-files-only, or "
+            "HF_HUB_OFFLINE=1"
+        )
     if isinstance(error, errors.GatedRepoError):
         repo = "/".join(what.split("/")[:2])
         page = f"{constants.ENDPOINT}/{repo}"

@@ -78,7 +78,7 @@ class Repository:
 
     def __init__(self, repo: str, where: SourceOptions) -> None:
         self.repo = repo
-        self.is_offline = bool(constants.HF_HUB_OFFLINE)
+        self.is_offline = where.local_files_only or bool(constants.HF_HUB_OFFLINE)
         self._where = where
         self._access: dict[str, Any] = {
             "cache_dir": where.cache_dir,
@@ -125,7 +125,8 @@ class Repository:
 
     def _not_there(self, what: str) -> SourceError:
         """Returns the error of what is not in the cache."""
-        return SourceError(f"{what}; run once without HF_HUB_OFFLINE, to download it")
+        why = "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "--local-files-only"
+        return SourceError(f"{what}; run once without {why}, to download it")
 
     def fetch(self, names: Sequence[str], *, notes_commit: bool = False) -> Path:
         """Fetches files into the cache, and checks what is new; returns the folder in which they
