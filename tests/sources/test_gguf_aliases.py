@@ -34,7 +34,10 @@ JUDGED = {
         "XLMRobertaForSequenceClassification": REFUSED,
         "NomicBertModel": NEVER,
     },
-    "chatglm": {"ChatGLMForConditionalGeneration": REFUSED},
+    "chatglm": {
+        "ChatGLMForConditionalGeneration": REFUSED,  # attn_qkv has no name
+        "ChatGLMModel": REFUSED,
+    },
     "deepseek2": {
         "DeepseekOCRForCausalLM": NEVER,
         "UnlimitedOCRForCausalLM": NEVER,
@@ -57,6 +60,7 @@ JUDGED = {
     "glm4": {"Glm4vForConditionalGeneration": REFUSED, "GlmOcrForConditionalGeneration": REFUSED},
     "glm4moe": {"Glm4vMoeForConditionalGeneration": SAME},
     "gpt2": {"RuGPT3XLForCausalLM": SAME},  # llama.cpp computes it as GPT-2
+    "granite_swa": {"GraniteMoeSWAForCausalLM": REFUSED},  # ffn_down_exps has no name
     "lfm2": {
         "LFM2ForCausalLM": SAME,
         "Lfm2Model": SAME,  # dense_2 of a ColBERT has no name
