@@ -389,6 +389,11 @@ FACTORS = {f"{Q}.lora_A.weight": torch.ones(4, 64), f"{Q}.lora_B.weight": torch.
             r"layers\.7: .* has nothing",
         ),
         (
+            {f"{{x}}.experts.lora_{name}.weight": torch.ones(4, 4) for name in "AB"},
+            {"target_parameters": ["experts.gate_up_proj"]},
+            r"\{x\}\.experts: .* has nothing",
+        ),
+        (
             {"score.weight": torch.ones(2, 64)},
             {},
             "score.weight: .* has nothing that the adapter could change there",

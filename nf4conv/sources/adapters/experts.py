@@ -75,10 +75,11 @@ def _places_of(base: Base, module: str, leaf: str) -> list[Place]:
             stack = None if name is None else base.find(name)
             if kind.projections == FUSED[leaf] and stack is not None and not kind.is_interleaved:
                 return [Place(stack, kind.is_transposed, experts=math.prod(stack.shape[:1]))]
-    names = [f"{module}.{{}}.{projection}.weight" for projection in FUSED[leaf]]
-    others = [f"{module}.{{}}.{_OTHER_NAMES[projection]}.weight" for projection in FUSED[leaf]]
-    for spelled in (names, others, [f"{module}.{leaf}s.{{}}.weight"]):  # the last is Unsloth's
-        found = [list(_numbered(base, name)) for name in spelled]
+    usual = [f"{projection}.weight" for projection in FUSED[leaf]]
+    others = [f"{_OTHER_NAMES[projection]}.weight" for projection in FUSED[leaf]]
+    of_unsloth = (f"{module}.{leaf}s", ["weight"])
+    for path, leaves in ((module, usual), (module, others), of_unsloth):
+        found = [list(_numbered(base, path, name)) for name in leaves]
         if not all(found):
             continue
         # rows of gate and up alternate in the parameter of gpt-oss
@@ -92,10 +93,10 @@ def _places_of(base: Base, module: str, leaf: str) -> list[Place]:
     return []
 
 
-def _numbered(base: Base, name: str) -> Iterator[TensorInfo]:
+def _numbered(base: Base, path: str, name: str) -> Iterator[TensorInfo]:
     """Yields the tensors of this name, expert by expert, until there is none."""
     for expert in count():
-        found = base.find(name.format(expert))
+        found = base.find(f"{path}.{expert}.{name}")
         if found is None:
             return
         yield found
