@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ MOST_DECODED = 2**28
 """Bytes that a batched product decodes at once; beyond that it goes on in pieces."""
 
 
-@dataclass(frozen=True, eq=False)
-class View:
+class View(NamedTuple):
     """Says which part of a weight a tensor shows.
 
     Attributes:
@@ -40,6 +39,10 @@ class View:
     ids: torch.Tensor | None = None
     is_single: bool = False
     is_transposed: bool = False
+
+
+WHOLE = View()
+"""Shows all experts, as the parameter has them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +78,10 @@ class Experts4bit(torch.Tensor):
         cls,
         weight: PackedWeight,
         dtype: torch.dtype,
-        view: View | None = None,
+        view: View = WHOLE,
         factors: tuple[Factors, ...] = (),
     ) -> "Experts4bit":
         """Makes the tensor: shape, dtype and device, without storage."""
-        view = view or View()
         made: Experts4bit = torch.Tensor._make_wrapper_subclass(
             cls, _shape_of(weight, view), dtype=dtype, device=weight.device, requires_grad=False
         )
@@ -87,9 +89,6 @@ class Experts4bit(torch.Tensor):
         made.shown = view
         made.factors = factors
         return made
-
-    def __init__(self, *_: Any) -> None:
-        """Has nothing to do: __new__ did it."""
 
     def with_view(self, view: View) -> "Experts4bit":
         """Returns another view of the same weight."""
@@ -99,19 +98,19 @@ class Experts4bit(torch.Tensor):
         """Returns the same experts with other adapters, or with none."""
         return Experts4bit(self.weight, self.dtype, self.shown, factors)
 
-    def decoded(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def decoded(self) -> torch.Tensor:
         """Returns what this shows as a plain tensor, differentiable with respect to factors."""
-        total = self.decode_some(self.expert_ids(), dtype)
+        total = self.decode_some(self.expert_ids())
         for own in self.factors:
             product = torch.matmul(own.lhs.to(total.dtype), own.rhs.to(total.dtype))
             total = total + own.scaling * product
         return total
 
-    def decode_some(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def decode_some(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns some experts of the weight, by their numbers, shown as this shows them, as a
-        plain tensor; of this tensor's dtype by default.
+        plain tensor.
         """
-        decoded = self.weight.decode(ids, dtype or self.dtype)
+        decoded = self.weight.decode(ids, self.dtype)
         if self.shown.is_transposed:
             decoded = decoded.transpose(1, 2)
         return decoded[0] if self.shown.is_single else decoded
@@ -234,33 +233,21 @@ def _to_copy(tensor: Experts4bit, **kwargs: Any) -> Any:
         if torch.device(device).type == "meta":
             return NotImplemented
         weight = weight.to(device)
-        ids = view.ids
-        if ids is not None:
-            ids = ids.to(device)
-        view = View(ids, view.is_single, view.is_transposed)
+        if view.ids is not None:
+            view = view._replace(ids=view.ids.to(device))
     return Experts4bit(weight, kwargs.get("dtype") or tensor.dtype, view)
 
 
 def _with_matrices_transposed(tensor: Experts4bit) -> Experts4bit:
     """Transposes each matrix: `t()`."""
     view = tensor.shown
-    return tensor.with_view(View(view.ids, view.is_single, not view.is_transposed))
+    return tensor.with_view(view._replace(is_transposed=not view.is_transposed))
 
 
 def _transpose(tensor: Experts4bit, *dims: int) -> Any:
     """Transposes each matrix: `transpose(-2, -1)`."""
     rank = tensor.dim()
     if {dim % rank for dim in dims} != {rank - 2, rank - 1}:
-        return NotImplemented
-    return _with_matrices_transposed(tensor)
-
-
-def _permute(tensor: Experts4bit, dims: Sequence[int]) -> Any:
-    """Transposes each matrix, or nothing: `permute(0, 2, 1)`."""
-    order = [dim % tensor.dim() for dim in dims]
-    if order == sorted(order):
-        return _same(tensor)
-    if order != [0, 2, 1]:
         return NotImplemented
     return _with_matrices_transposed(tensor)
 
@@ -300,20 +287,6 @@ def _index(tensor: Any, indices: Sequence[Any]) -> Any:
         chosen = tensor.shown.ids[chosen]
     view = View(chosen.reshape(-1), index.dim() == 0, tensor.shown.is_transposed)
     return tensor.with_view(view)
-
-
-def _index_select(tensor: Any, dim: int, index: torch.Tensor) -> Any:
-    if dim != 0 or not isinstance(tensor, Experts4bit):
-        return NotImplemented
-    return _index(tensor, [index.reshape(-1)])
-
-
-def _empty_like(func: Any, tensor: Experts4bit, **kwargs: Any) -> Any:
-    """Makes a plain tensor of the shape; nothing needs to be decoded for it."""
-    kwargs.setdefault("dtype", tensor.dtype)
-    kwargs.setdefault("device", tensor.device)
-    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return func(like, **kwargs)
 
 
 # ---------------------------------------------------------------- products
@@ -410,12 +383,8 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.t.default: _with_matrices_transposed,
     aten.transpose.int: _transpose,
-    aten.permute.default: _permute,
     aten.select.int: _select,
     aten.index.Tensor: _index,
-    aten.index_select.default: _index_select,
-    aten.empty_like.default: partial(_empty_like, aten.empty_like.default),
-    aten.zeros_like.default: partial(_empty_like, aten.zeros_like.default),
     aten.bmm.default: _bmm,
 }
 """By operators of torch, what computes them without decoding, or decodes less than all."""
