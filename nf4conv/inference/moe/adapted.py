@@ -43,10 +43,7 @@ def _getitem(weight: Experts4bit, index: Any) -> Any:
 def _transpose(weight: Experts4bit, *dims: int) -> Any:
     """Transposes each matrix."""
     factors = _factors_of(weight)
-    base: Any = None
-    if factors:
-        plain = weight.with_factors(())
-        base = plain.transpose(*dims) if dims else plain.t()
+    base: Any = weight.with_factors(()).transpose(*dims) if factors else None
     if not isinstance(base, Experts4bit):
         return NotImplemented
     turned = [
@@ -54,18 +51,6 @@ def _transpose(weight: Experts4bit, *dims: int) -> Any:
         for own in factors
     ]
     return base.with_factors(tuple(turned))
-
-
-def _to(weight: Experts4bit, *args: Any, **kwargs: Any) -> Any:
-    """Moves or casts experts and factors."""
-    if not _factors_of(weight):
-        return NotImplemented
-    factors = []
-    for own in weight.factors:
-        lhs, rhs = own.lhs.to(*args, **kwargs), own.rhs.to(*args, **kwargs)
-        factors.append(Factors(lhs, rhs, own.scaling))
-    base: Any = weight.with_factors(()).to(*args, **kwargs)
-    return base.with_factors(tuple(factors))
 
 
 def _linear(x: Any, weight: Any, bias: torch.Tensor | None = None) -> Any:
@@ -148,20 +133,12 @@ def know_adapters() -> None:
     FUNCTIONS.update(
         {
             torch.baddbmm: adapt,
-            torch.Tensor.baddbmm: adapt,
             torch.Tensor.__getitem__: _getitem,
             torch.Tensor.transpose: _transpose,
-            torch.transpose: _transpose,
-            torch.Tensor.t: _transpose,
-            torch.Tensor.to: _to,
             functional.linear: _linear,
             torch.matmul: _matmul,
             torch.Tensor.matmul: _matmul,
-            torch.Tensor.__matmul__: _matmul,
-            torch.Tensor.__rmatmul__: lambda right, left: _matmul(left, right),
             torch.bmm: _matmul,
-            torch.Tensor.bmm: _matmul,
-            torch.mm: _matmul,
         }
     )
     for product in (getattr(functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):

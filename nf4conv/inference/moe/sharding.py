@@ -17,10 +17,6 @@ from nf4conv.inference.moe.tensor import OPERATIONS, Experts4bit
 
 aten = torch.ops.aten
 
-SHARED = ("codes", "absmax", "nested_absmax", "nested_offset")
-"""The tensors of PackedExperts that have a share for each expert."""
-
-
 # ---------------------------------------------------------------- what FSDP2 calls
 
 
@@ -49,21 +45,24 @@ def fsdp_post_all_gather(
     if out is not None:
         return None
     remaining = iter(all_gather_outputs)
-    parts = []
-    for part in shard.weight.parts:
-        names = [name for name in SHARED if name in part.tensors()]
-        parts.append(part.with_tensors({name: next(remaining) for name in names}))
-    weight = replace(shard.weight, parts=tuple(parts))
+    parts = tuple(
+        part.with_tensors({name: next(remaining) for name in _shared(part)})
+        for part in shard.weight.parts
+    )
+    weight = replace(shard.weight, parts=parts)
     return Experts4bit(weight, param_dtype, shard.shown), all_gather_outputs
 
 
 def _shared_tensors(shard: Experts4bit) -> tuple[torch.Tensor, ...]:
     """Returns the tensors that have a share for each expert, part by part."""
-    found = []
-    for part in shard.weight.parts:
-        tensors = part.tensors()
-        found += [tensors[name] for name in SHARED if name in tensors]
-    return tuple(found)
+    return tuple(tensor for part in shard.weight.parts for tensor in _shared(part).values())
+
+
+def _shared(part: PackedExperts) -> dict[str, torch.Tensor]:
+    """Returns the tensors of one part that have a share for each expert."""
+    tensors = part.tensors()
+    tensors.pop("nested_quant_map", None)
+    return tensors
 
 
 # ---------------------------------------------------------------- operations that FSDP2 uses
