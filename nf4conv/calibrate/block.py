@@ -11,7 +11,7 @@ from nf4conv.calibrate.model.filling import matrix_in
 from nf4conv.calibrate.moments import BlockAtWork, moments_of
 from nf4conv.calibrate.rounding.calibrated import round_calibrated
 from nf4conv.calibrate.rounding.factor import factor
-from nf4conv.calibrate.rounding.rounded import Rounded, layer_cost, relative_error, search
+from nf4conv.calibrate.rounding.rounded import Rounded, layer_cost, search
 from nf4conv.calibrate.rounding.two_sided import round_two_sided, two_sided_cost
 from nf4conv.calibrate.stages import Stage, Target, find_stages
 from nf4conv.codec.quant_state import DTYPES, QuantState
@@ -94,7 +94,9 @@ def _rounded(
         for target, weight, found, result, of_outputs in of_each:
             before = _cost(weight, found, judge, of_outputs)
             after = _cost(weight, result, judge, of_outputs)
-            if after < before and relative_error(weight, result) < _FARTHEST:
+            distance = torch.linalg.vector_norm(result.errors(weight), dtype=torch.float64)
+            length = torch.linalg.vector_norm(weight, dtype=torch.float64)
+            if after < before and float(distance / length) < _FARTHEST:
                 yield target, result, after / before, few
             else:
                 yield target, found, 1.0, few

@@ -8,7 +8,7 @@ writes them copies their components, as it does with those of a source in 4 bits
 """
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -107,33 +107,31 @@ def _calibrate_all(session: Session) -> dict[int, Any]:
 
 
 def _work_on(
-    session: Session, number: int, hidden: HiddenStates, calls: list[list[Call]]
+    session: Session, number: int, hidden: HiddenStates, calls: Sequence[Sequence[Call]]
 ) -> dict[str, Any] | None:
     """Fills a block, calibrates it unless that has been done or cannot be, and runs it.
 
     Returns what came of calibrating it now.
     """
     calibration = session.calibration
-    contents = session.fill_block(number)
-    block = BlockAtWork(
-        module=session.blocks[number],
-        contents=contents,
-        targets=calibration.targets.get(number, ()),
-        calls=[of_batch[number] for of_batch in calls],
-        hidden=hidden,
-        calibrating=session.calibrating_batches,
-        format=session.plan.output.format,
-    )
     made = None
-    kept = session.kept.read(_name(number)) if block.targets else None
-    if kept is not None:
-        restore_block(block, kept[0])
-    elif block.targets:
-        tensors, made = calibrate_block(block, output_moments(session, number))
-        session.kept.write(_name(number), tensors, made)
-    block.run()
-    contents.release()
-    session.tell(contents.nbytes)
+    with session.filled(number) as contents:
+        block = BlockAtWork(
+            module=session.blocks[number],
+            contents=contents,
+            targets=calibration.targets.get(number, ()),
+            calls=calls[number],
+            hidden=hidden,
+            calibrating=session.calibrating_batches,
+            format=session.plan.output.format,
+        )
+        kept = session.kept.read(_name(number)) if block.targets else None
+        if kept is not None:
+            restore_block(block, kept[0])
+        elif block.targets:
+            tensors, made = calibrate_block(block, output_moments(session, number))
+            session.kept.write(_name(number), tensors, made)
+        block.run()
     return made
 
 

@@ -51,49 +51,48 @@ def find_output_moments(session: Session, blocks: Iterable[int]) -> None:
     gradients.remove()
 
 
-def _run_forward(session: Session, memory: int) -> tuple[list[HiddenStates], list[list[Call]]]:
+def _run_forward(
+    session: Session, memory: int
+) -> tuple[list[HiddenStates], list[tuple[Call, ...]]]:
     """Returns the hidden states before each block and behind the last, and the calls."""
     embedded, calls = session.embed(memory)
     inputs = [embedded]
     for number, block in enumerate(session.blocks):
-        contents = session.fill_block(number)
         behind = HiddenStates(session.device, 0, memory, session.kept.folder)
-        for batch, hidden in enumerate(inputs[-1].batches()):
-            behind.append(calls[batch][number].run(block, hidden))
+        with session.filled(number):
+            for batch, hidden in enumerate(inputs[-1].batches()):
+                behind.append(calls[number][batch].run(block, hidden))
         inputs.append(behind)
-        contents.release()
-        session.tell(contents.nbytes)
     return inputs, calls
 
 
 def _gradients_behind(session: Session, hidden: HiddenStates, memory: int) -> HiddenStates:
     """Returns the gradients behind the last block, for labels that the model would draw."""
     flow = session.calibration.flow
-    contents = session.outside()
-    flow.model.tie_weights()  # type: ignore[operator]
     generator = torch.Generator(session.device)
     generator.manual_seed(SEED)
     gradients = HiddenStates(session.device, 0, memory, session.kept.folder)
-    for ids, states in zip(session.batches, hidden.batches(), strict=True):
-        found = []
-        # one window at a time: the outputs of the head are the largest tensors
-        for window, behind in zip(torch.split(ids, 1), torch.split(states, 1), strict=True):
-            leaf = behind.detach().requires_grad_()
-            with torch.enable_grad():
-                logits = flow.predictions(window.to(session.device), leaf).float()
-                log_probabilities = logits.log_softmax(-1).flatten(0, -2)
-                probabilities = log_probabilities.detach().exp()
-                if not bool(probabilities.sum().isfinite()):
-                    raise SourceError(
-                        f"{session.plan.source}: predicts NaN or infinity, as if a weight did or "
-                        f"were missing; leave --calibrate-output out"
-                    )
-                labels = torch.multinomial(probabilities, 1, generator=generator)
-                log_likelihood = log_probabilities.gather(1, labels).sum()
-                (gradient,) = torch.autograd.grad(log_likelihood, leaf)
-            found.append(gradient)
-        gradients.append(torch.cat(found))
-    contents.release()
+    with session.filled(None):
+        flow.model.tie_weights()  # type: ignore[operator]
+        for ids, states in zip(session.batches, hidden.batches(), strict=True):
+            found = []
+            # one window at a time: the outputs of the head are the largest tensors
+            for window, behind in zip(torch.split(ids, 1), torch.split(states, 1), strict=True):
+                leaf = behind.detach().requires_grad_()
+                with torch.enable_grad():
+                    logits = flow.predictions(window.to(session.device), leaf).float()
+                    log_probabilities = logits.log_softmax(-1).flatten(0, -2)
+                    probabilities = log_probabilities.detach().exp()
+                    if not bool(probabilities.sum().isfinite()):
+                        raise SourceError(
+                            f"{session.plan.source}: predicts NaN or infinity, as if a weight did "
+                            f"or were missing; leave --calibrate-output out"
+                        )
+                    labels = torch.multinomial(probabilities, 1, generator=generator)
+                    log_likelihood = log_probabilities.gather(1, labels).sum()
+                    (gradient,) = torch.autograd.grad(log_likelihood, leaf)
+                found.append(gradient)
+            gradients.append(torch.cat(found))
     flow.model.tie_weights()  # type: ignore[operator]  # a tied head would hold the embeddings
     return gradients
 
@@ -106,31 +105,29 @@ def _go_back(
     gradients: HiddenStates,
 ) -> None:
     """Adds up the gradients in a block, and replaces those behind it by those before it."""
-    contents = session.fill_block(number)
     block = session.blocks[number]
-    targets = _chosen(session, number, calls[0][number], next(inputs.batches()))
     moments = {}
-    for target in targets:
-        size = target.job.matrix.shape[0]
-        moments[target.job.name] = SecondMoments.zeros(size, session.device)
-    pairs = zip(inputs.batches(), gradients.batches(), strict=True)
-    for batch, (hidden, behind) in enumerate(pairs):
-        leaf = hidden.detach().requires_grad_()
-        # other ways to compute attention add gradients in an order that nobody knows
-        with ExitStack() as stack:
-            if batch < session.calibrating_batches:
-                for target in targets:
-                    module = block.get_submodule(target.path)
-                    hook = partial(_hook, moments[target.job.name])
-                    stack.callback(module.register_forward_hook(hook).remove)
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            made = calls[batch][number].run(block, leaf)
-            (before,) = torch.autograd.grad(made, leaf, behind)
-        gradients.replace(batch, before)
+    with session.filled(number):
+        targets = _chosen(session, number, calls[number][0], next(inputs.batches()))
+        for target in targets:
+            size = target.job.matrix.shape[0]
+            moments[target.job.name] = SecondMoments.zeros(size, session.device)
+        pairs = zip(inputs.batches(), gradients.batches(), strict=True)
+        for batch, (hidden, behind) in enumerate(pairs):
+            leaf = hidden.detach().requires_grad_()
+            # other ways to compute attention add gradients in an order that nobody knows
+            with ExitStack() as stack:
+                if batch < session.calibrating_batches:
+                    for target in targets:
+                        module = block.get_submodule(target.path)
+                        hook = partial(_hook, moments[target.job.name])
+                        stack.callback(module.register_forward_hook(hook).remove)
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+                made = calls[number][batch].run(block, leaf)
+                (before,) = torch.autograd.grad(made, leaf, behind)
+            gradients.replace(batch, before)
     inputs.remove()
-    contents.release()
-    session.tell(contents.nbytes)
     means = {}
     for name, found in moments.items():
         if not bool(found.sums.diagonal().sum().isfinite()):

@@ -1,6 +1,7 @@
 """Runs parts of one model on one device: what calibration and the backward pass share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,17 +50,16 @@ class PreparedCalibration(Calibration):
     targets: Mapping[int, Sequence[Target]]
 
 
+@dataclass
 class Session:
     """Runs parts of one model on one device.
 
-    Args:
+    Attributes:
         plan: a plan with a calibration.
         device: the device that computes.
         buffers: bring bytes of local files to the device.
         kept: the files that are kept.
         progress: is called with the source bytes that have been worked through since the last call.
-
-    Attributes:
         calibration: what is to be done.
         blocks: the blocks of the model.
         memory: the bytes of host memory that hidden states may take.
@@ -69,28 +69,22 @@ class Session:
         told: the source bytes that `progress` was told.
     """
 
-    def __init__(
-        self,
-        plan: WritingPlan,
-        device: torch.device,
-        buffers: TorchBuffers,
-        kept: KeptFiles,
-        progress: Callable[[int], None],
-    ) -> None:
-        assert isinstance(plan.calibration, PreparedCalibration)
-        self.plan = plan
-        self.calibration = plan.calibration
-        self.blocks = plan.calibration.flow.blocks.blocks
-        self.device = device
-        self.kept = kept
+    plan: WritingPlan
+    device: torch.device
+    buffers: TorchBuffers
+    kept: KeptFiles
+    progress: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.plan.calibration, PreparedCalibration)
+        self.calibration = self.plan.calibration
+        self.blocks = self.calibration.flow.blocks.blocks
         self.memory = available_memory() // _SHARE_OF_MEMORY
         self.dtype = torch.float32
-        if device.type == "cuda":
-            self.dtype = DTYPES[plan.output.format.dtype]
+        if self.device.type == "cuda":
+            self.dtype = DTYPES[self.plan.output.format.dtype]
         self.told = 0
-        self._buffers = buffers
-        self._progress = progress
-        step = max(_BATCH_TOKENS[device.type] // self.calibration.calibrating.shape[1], 1)
+        step = max(_BATCH_TOKENS[self.device.type] // self.calibration.calibrating.shape[1], 1)
         calibrating = torch.split(torch.from_numpy(self.calibration.calibrating), step)
         judging = torch.split(torch.from_numpy(self.calibration.judging), step)
         self.batches = (*calibrating, *judging)
@@ -99,53 +93,49 @@ class Session:
     def tell(self, nbytes: int) -> None:
         """Tells the bytes of the source that have been worked through since the last call."""
         self.told += nbytes
-        self._progress(nbytes)
+        self.progress(nbytes)
 
-    def embed(self, memory: int) -> tuple[HiddenStates, list[list[Call]]]:
+    def embed(self, memory: int) -> tuple[HiddenStates, list[tuple[Call, ...]]]:
         """Embeds all windows.
 
         Returns:
             The hidden states before the first block, which take at most `memory` bytes of the host;
-            and the calls of the blocks by batch.
+            and the calls of each block, one for each batch.
         """
-        flow = self.calibration.flow
-        contents = self.outside()
         hidden = HiddenStates(self.device, len(self.batches), memory, self.kept.folder)
-        calls: list[list[Call]] = []
-        for ids in self.batches:
-            embedded, of_blocks = flow.calls(ids.to(self.device))
-            hidden.append(embedded)
-            calls.append(of_blocks)
-        contents.release()
-        return hidden, calls
+        calls = []
+        with self.filled(None):
+            for ids in self.batches:
+                embedded, of_blocks = self.calibration.flow.calls(ids.to(self.device))
+                hidden.append(embedded)
+                calls.append(of_blocks)
+        return hidden, list(zip(*calls, strict=True))
 
-    def outside(self) -> Contents:
-        """Fills parameters outside the blocks."""
-        model = self.calibration.flow.model
-        fillings = self.calibration.fillings.get(None, ())
-        contents = Contents(model, fillings, self._read, self.device)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
-                    module._buffers[name] = buffer.to(self.device)  # they are small
-        return contents
-
-    def fill_block(self, number: int) -> Contents:
-        """Fills a block with the weights of the checkpoint."""
-        fillings = self.calibration.fillings[number]
+    @contextmanager
+    def filled(self, number: int | None) -> Iterator[Contents]:
+        """Fills a block, or what is outside of all, with weights of the checkpoint meanwhile."""
+        fillings = self.calibration.fillings.get(number, ())
         model = self.calibration.flow.model
         contents = Contents(model, fillings, self._read, self.device)
         files = {tensor.file for filling in fillings for tensor in filling.tensors}
         what = "while it was read; start anew with --overwrite"
         require_unchanged(self.plan.source, what, files)
-        return contents
+        if number is None:
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and not buffer.is_meta:
+                        module._buffers[name] = buffer.to(self.device)  # they are small
+        yield contents
+        contents.release()
+        if number is not None:
+            self.tell(contents.nbytes)
 
     def _read(self, tensor: TensorInfo, parameter: str) -> torch.Tensor:
         """Reads a tensor, floats in the dtype that its parameter has in the model.
 
         Nobody else has the memory of what it returns.
         """
-        values = read_values(self._buffers, tensor).view(tensor.shape)
+        values = read_values(self.buffers, tensor).view(tensor.shape)
         dtype = self.dtype
         strict = getattr(self.calibration.flow.model, "_keep_in_fp32_modules_strict", None)
         if any(name in parameter for name in strict or ()):

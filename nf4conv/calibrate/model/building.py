@@ -73,7 +73,6 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
             f"--calibrate: {release} has no {architecture or 'architecture'}; "
             f"without --calibrate the model can be quantized all the same"
         )
-    failures = []
     for attention in ("sdpa", "eager"):
         try:
             parsed = _parse(config, model_class)
@@ -83,10 +82,10 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
                 )
             return model.eval().requires_grad_(False)
         except Exception as error:  # noqa: BLE001 - transformers raises anything
-            failures.append(error)
+            failure = error
     raise PlanError(
-        f"--calibrate: {release} cannot build {architecture}: {first_line(failures[-1])}"
-    ) from failures[-1]
+        f"--calibrate: {release} cannot build {architecture}: {first_line(failure)}"
+    ) from failure
 
 
 def _parse(config: Mapping[str, Any], model_class: Any) -> Any:

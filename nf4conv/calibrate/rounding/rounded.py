@@ -52,13 +52,3 @@ def layer_cost(weight: torch.Tensor, rounded: Rounded, moments: torch.Tensor) ->
         products *= part
         total += products.sum(dtype=torch.float64)
     return float(total)
-
-
-def relative_error(weight: torch.Tensor, rounded: Rounded) -> float:
-    """Returns ‖W - Ŵ‖ / ‖W‖, summed in float64; 0 for a weight of zeros."""
-    errors = rounded.errors(weight)
-    distance = torch.linalg.vector_norm(errors, dtype=torch.float64)
-    length = torch.linalg.vector_norm(weight, dtype=torch.float64)
-    if not length:
-        return 0.0
-    return float(distance / length)

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from nf4conv.calibrate.rounding.draft import Draft
-from nf4conv.calibrate.rounding.levels import FINER, Levels, first_candidates
+from nf4conv.calibrate.rounding.levels import FINER, INFINITY, Levels, first_candidates
 
 _COLUMNS: Final = 16  # rounded one by one before a matrix product takes their errors to the others
 
@@ -63,28 +63,20 @@ def round_group(
 def _choose(draft: Draft, target: torch.Tensor, upper: torch.Tensor) -> None:
     """Puts the best scales of a group and their codes into its draft."""
     levels = draft.levels
-    absmax = target.abs().amax(dim=0)
-    factors = absmax.new_tensor(first_candidates(levels.quant_type))
-    scales, codes = draft.snap(factors[:, None] * absmax)
-    costs = _costs(target, upper, scales, levels)
-    best, scale, code = _least(costs, scales, codes)
-    finer = absmax.new_tensor(FINER)
-    scales, codes = draft.snap(finer[:, None] * scale)
-    costs = _costs(target, upper, scales, levels)
-    found, finer_scale, finer_code = _least(costs, scales, codes)
-    is_better = found < best
-    draft.scales.copy_(finer_scale.where(is_better, scale))
-    draft.scale_codes.copy_(finer_code.where(is_better, code))
-
-
-def _least(
-    costs: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the least costs and their scales and codes: of [candidates, outputs], [outputs]."""
-    at = costs.argmin(dim=0)[None]
-    cost = costs.gather(0, at)[0]
-    scale = scales.gather(0, at)[0]
-    return cost, scale, codes.gather(0, at)[0]
+    scale = target.abs().amax(dim=0)
+    code = torch.zeros_like(scale, dtype=torch.uint8)
+    best = torch.full_like(scale, INFINITY)
+    for factors in (first_candidates(levels.quant_type), FINER):
+        scales, codes = draft.snap(scale.new_tensor(factors)[:, None] * scale)
+        costs = _costs(target, upper, scales, levels)
+        at = costs.argmin(dim=0)[None]
+        cost = costs.gather(0, at)[0]
+        is_better = cost < best
+        scale = scales.gather(0, at)[0].where(is_better, scale)
+        code = codes.gather(0, at)[0].where(is_better, code)
+        best = cost.where(is_better, best)
+    draft.scales.copy_(scale)
+    draft.scale_codes.copy_(code)
 
 
 def _costs(
