@@ -64,12 +64,6 @@ def not_finite(source: Path) -> None:
     save_file(tensors, source / SECOND)
 
 
-def float64_weight(source: Path) -> None:
-    tensors = load_file(source / SECOND)
-    name = "model.layers.4.mlp.up_proj.weight"
-    save_file(tensors | {name: tensors[name].double()}, source / SECOND)
-
-
 UP_1, UP_4, UP_5 = (f"model.layers.{number}.mlp.up_proj.weight" for number in (1, 4, 5))
 INCOMPLETE = "the download is incomplete"
 CASTS = "--dtype bfloat16, float16, float32"
@@ -102,10 +96,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "float64 in the config": (
         in_config(dtype="float64"),
         f"config.json: float64 is not a dtype that can be packed; give {CASTS}",
-    ),
-    "a weight in float64": (
-        float64_weight,
-        f"{SECOND}: {UP_4}: float64 cannot be packed; say what to cast it to: {CASTS}",
     ),
     "already quantized": (
         in_config(quantization_config={"quant_method": "aqlm"}),
