@@ -92,7 +92,6 @@ def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
 
         return carry_out(plan, execute, out, options)
     plan = plan_part(plan, options)
-    tell_what_is_read(plan, options)
     is_quantized = isinstance(options, QuantizeOptions)
     jobs = (job for part in plan.parts for job in part.whole.jobs)
     if is_quantized and not any(isinstance(job, PackJob) for job in jobs):
@@ -100,6 +99,7 @@ def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
             f"{plan.source}: no tensor of this checkpoint would be packed; "
             f"--dry-run shows why each is kept"
         )
+    tell_what_is_read(plan, options)
     with _open_push(options) as repository:
         offer = ignore if repository is None else repository.offer
         if isinstance(plan, DiffusersPlan):
