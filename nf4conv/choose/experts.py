@@ -251,29 +251,20 @@ def alike_in_layers(decisions: Decisions, experts: Experts) -> dict[str, Pack | 
     if "model_type" not in experts.config:
         return alike
     kept: dict[str, list[str]] = {}
+    packed: dict[str, list[str]] = {}
     for name, layer in experts.layers.items():
-        if isinstance(decisions[name], Keep):
-            kept.setdefault(layer, []).append(name)
-    packed: dict[str, list[str]] = {layer: [] for layer in kept}
-    for name, layer in experts.layers.items():
-        if layer in kept and isinstance(decisions[name], Pack):
-            packed[layer].append(name)
-    for layer, others in packed.items():
-        names = kept[layer]
-        if not others or _is_mixed_in_source(experts, names, others):
-            continue
-        first = decisions[names[0]]
-        assert isinstance(first, Keep)
+        group = kept if isinstance(decisions[name], Keep) else packed
+        group.setdefault(layer, []).append(name)
+    for layer, names in kept.items():
+        others = packed.get(layer, [])
+        in_4_bits = [is_in_4_bits(experts.tensors[name]) for name in others]
+        if all(in_4_bits) and not any(is_in_4_bits(experts.tensors[name]) for name in names):
+            continue  # so it is in the source
+        reason = decisions[names[0]].reason
+        why = f"loaders need the experts of a layer alike, and one is kept: {reason}"
         for name in others:
-            why = f"loaders need the experts of a layer alike, and one is kept: {first.reason}"
             alike[name] = Keep(why, is_linear=name not in experts.stacks)
     return alike
-
-
-def _is_mixed_in_source(experts: Experts, kept: Sequence[str], packed: Sequence[str]) -> bool:
-    """Returns True if the packed experts of a layer are in 4 bits already, and the kept are not."""
-    kept_in_4_bits = any(is_in_4_bits(experts.tensors[name]) for name in kept)
-    return not kept_in_4_bits and all(is_in_4_bits(experts.tensors[name]) for name in packed)
 
 
 # --- who reads them -------------------------------------------------------------------------------

@@ -93,29 +93,6 @@ def _common_format(source: Source) -> Format | None:
     return replace(format, scales=scales)
 
 
-def _copied_from(
-    tensor: TensorInfo, format: Format, scales: str, read: Callable[[TensorInfo], bytes]
-) -> Bitsandbytes4bit | str:
-    """Returns what a weight is copied from, or a text that says why it has to be packed anew.
-
-    The format's dtype does not matter: it is that of other tensors. Nor do its scales: a search
-    cannot improve values that are in 4 bits already.
-    """
-    encoding = tensor.encoding
-    assert isinstance(encoding, Bitsandbytes4bit)
-    if not encoding.format.decodes_like(format):
-        return f"stored as {encoding.format}"
-    components = dict(encoding.parts)
-    values = components.pop("values")
-    components[f"{QUANT_STATE_PREFIX}{format.quant_type}"] = components.pop("quant_state")
-    _, faults = check_weight(values, components, read, scales)
-    for fault in faults:
-        if fault.severity >= Severity.LASTING:
-            return f"{fault.check}: {fault.text}"
-    recorded = replace(encoding.format, scales=scales)
-    return as_written_anew(replace(encoding, format=recorded))
-
-
 def weights_that_stay(
     source: Source,
     decisions: Mapping[str, Pack | Keep],
@@ -125,31 +102,51 @@ def weights_that_stay(
     """Finds the weights of a 4-bit source that are to be packed and can stay as they are.
 
     Reads the small tensors beside them. Returns, for each weight in 4 bits that is to be packed,
-    what its components are copied from, or why it has to be packed anew.
+    what its components are copied from, or why it has to be packed anew. The format's dtype does
+    not matter: it is that of other tensors. Nor do its scales: a search cannot improve values that
+    are in 4 bits already.
     """
-    packed: list[tuple[TensorInfo, Bitsandbytes4bit]] = []
-    for tensor in source.tensors:
-        encoding = tensor.encoding
-        if isinstance(encoding, Bitsandbytes4bit) and isinstance(decisions[tensor.name], Pack):
-            packed.append((tensor, encoding))
-    parts: list[TensorInfo] = []
-    for _, encoding in packed:
-        if encoding.format.decodes_like(format):
-            small_ones = (encoding.quant_map, encoding.nested_quant_map, encoding.quant_state)
-            parts += [part for part in small_ones if part is not None]
-    small = read_together(source, parts)
     scales_of = recorded_scales(read_record(source.folder))
     found: dict[str, Bitsandbytes4bit | str] = {}
-    for tensor, encoding in packed:
-        scales = scales_of(encoding.values.name)
+    alike: dict[str, Bitsandbytes4bit] = {}
+    for tensor in source.tensors:
+        encoding = tensor.encoding
         decision = decisions[tensor.name]
+        if not isinstance(encoding, Bitsandbytes4bit) or not isinstance(decision, Pack):
+            continue
+        scales = scales_of(encoding.values.name)
         dtype = encoding.format.dtype
-        if isinstance(decision, Pack) and len(decision.matrices) > 1:
+        if len(decision.matrices) > 1:
             found[tensor.name] = "taken out of a stack"
         elif options.dtype not in (None, dtype):
             found[tensor.name] = f"stored as {dtype}"
         elif scales == "search" and options.scales == "absmax":
             found[tensor.name] = "stored with searched scales"
+        elif not encoding.format.decodes_like(format):
+            found[tensor.name] = f"stored as {encoding.format}"
         else:
-            found[tensor.name] = _copied_from(tensor, format, scales, lambda part: small[part.name])
+            recorded = replace(encoding.format, scales=scales)
+            alike[tensor.name] = found[tensor.name] = replace(encoding, format=recorded)
+    parts: list[TensorInfo] = []
+    for encoding in alike.values():
+        small_ones = (encoding.quant_map, encoding.nested_quant_map, encoding.quant_state)
+        parts += [part for part in small_ones if part is not None]
+    small = read_together(source, parts)
+    for name, encoding in alike.items():
+        found[name] = _copied_from(encoding, lambda part: small[part.name])
     return found
+
+
+def _copied_from(
+    weight: Bitsandbytes4bit, read: Callable[[TensorInfo], bytes]
+) -> Bitsandbytes4bit | str:
+    """Returns what a weight is copied from, or a text that says why it has to be packed anew."""
+    components = dict(weight.parts)
+    values = components.pop("values")
+    state = components.pop("quant_state")
+    components[f"{QUANT_STATE_PREFIX}{weight.format.quant_type}"] = state
+    _, faults = check_weight(values, components, read, weight.format.scales)
+    for fault in faults:
+        if fault.severity >= Severity.LASTING:
+            return f"{fault.check}: {fault.text}"
+    return as_written_anew(weight)
