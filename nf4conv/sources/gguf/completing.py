@@ -4,12 +4,11 @@ Each function gets the metadata without the architecture's name in its keys, and
 tensors, also with `*` for the number of a layer. It adds to the config.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, Final, TypeAlias
 
-from nf4conv.sources.gguf.header import counts_of, positive, shortest
+from nf4conv.sources.gguf.header import Sizes, counts_of, positive, shortest
 
-Sizes: TypeAlias = Mapping[str, Any]
 Names: TypeAlias = Collection[str]
 Config: TypeAlias = dict[str, Any]
 Completion: TypeAlias = Callable[[Sizes, Names, Config], None]

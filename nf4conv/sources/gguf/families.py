@@ -6,18 +6,15 @@ families.toml lists the families.
 
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.sources.gguf import completing, joining
-from nf4conv.sources.gguf.header import positive, shortest
+from nf4conv.sources.gguf.header import Sizes, positive, shortest
 from nf4conv.sources.tensors import TensorInfo
-
-_Sizes: TypeAlias = Mapping[str, Any]
-_Names: TypeAlias = Collection[str]
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class Join:
     """A tensor of transformers that the converter took apart."""
 
     name: str
-    put_together: Callable[[joining.Parts, _Sizes], joining.Stack]
+    put_together: Callable[[joining.Parts, Sizes], joining.Stack]
     parts: tuple[str, ...]  # the names of the tensors in the file
 
 
@@ -35,23 +32,22 @@ class GgufFamily:
 
     model_type: str
     architecture: str
-    told_by: str = ""
-    also: tuple[str, ...] = ()
-    needs_config: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
-    joined: tuple[Join, ...] = ()
-    changed: Mapping[str, str] = field(default_factory=dict)
-    shapes: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, str] = field(default_factory=dict)
-    constants: Mapping[str, object] = field(default_factory=dict)
-    shown: Mapping[str, str] = field(default_factory=dict)
-    complete: tuple[completing.Completion, ...] = ()
+    told_by: str
+    also: tuple[str, ...]
+    needs_config: bool
+    names: Mapping[str, str]
+    joined: tuple[Join, ...]
+    changed: Mapping[str, str]
+    shapes: Mapping[str, str]
+    config: Mapping[str, str]
+    constants: Mapping[str, object]
+    shown: Mapping[str, str]
+    complete: tuple[completing.Completion, ...]
 
-    def is_meant(self, sizes: _Sizes, names: _Names) -> bool:
+    def is_meant(self, sizes: Sizes, names: Collection[str]) -> bool:
         """Returns True if a file is of this family, and not of others with the same name.
 
-        `sizes` is the metadata without the architecture's name in its keys; `names` are those of
-        the tensors, also with `*` for the number of a layer.
+        `names` are those of the tensors, also with `*` for the number of a layer.
         """
         return not self.told_by or self.told_by in names or bool(sizes.get(self.told_by))
 
@@ -154,7 +150,7 @@ _YARN: Final = {
 
 
 def config_of(
-    sizes: Mapping[str, Any],
+    sizes: Sizes,
     names: Collection[str],
     family: GgufFamily,
     tensors: Sequence[TensorInfo],
@@ -207,7 +203,7 @@ def _add_what_tensors_tell(
         config["tie_word_embeddings"] = f"{family.names['output']}.weight" not in by_name
 
 
-def _leave_out_next_tokens(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:
+def _leave_out_next_tokens(config: dict[str, Any], sizes: Sizes) -> None:
     """Takes layers that predict the token after the next one out of the number of layers."""
     more = positive(sizes, "nextn_predict_layers")
     layers = positive(config, "num_hidden_layers")
@@ -216,7 +212,7 @@ def _leave_out_next_tokens(config: dict[str, Any], sizes: Mapping[str, Any]) -> 
         config["num_nextn_predict_layers"] = more
 
 
-def _add_rotary_share(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:
+def _add_rotary_share(config: dict[str, Any], sizes: Sizes) -> None:
     """Adds which share of a head is rotated, where it is not all of it."""
     rotated = positive(sizes, "rope.dimension_count")
     heads = positive(config, "num_attention_heads")
@@ -228,7 +224,7 @@ def _add_rotary_share(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:
         config["partial_rotary_factor"] = rotated / size
 
 
-def _add_rotary_scaling(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:
+def _add_rotary_scaling(config: dict[str, Any], sizes: Sizes) -> None:
     """Adds how rotary embeddings are stretched to longer texts, if linearly or by YaRN."""
     kind = sizes.get("rope.scaling.type")
     if kind not in ("linear", "yarn"):

@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping
 from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from nf4conv.errors import SourceError
 from nf4conv.format.gguf import BLOCK_TYPES, BlockType
 from nf4conv.sources.header import MOST_TENSORS, check_name
 from nf4conv.sources.reader import Absent, FileBytes, bytes_of
+
+Sizes: TypeAlias = Mapping[str, Any]
+"""The metadata of a file, without the architecture's name in its keys."""
 
 _LENGTH: Final = struct.Struct("<Q")
 

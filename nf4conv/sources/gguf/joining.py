@@ -5,20 +5,17 @@ the tensors in the order in which families.toml names them, and the sizes of the
 keys without the architecture's name. It raises a ValueError if they do not go together.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 from nf4conv.format.gguf import TILED, TRANSPOSED
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.gguf.blocks import matrix_of, rows_of, undone
-from nf4conv.sources.gguf.header import positive
+from nf4conv.sources.gguf.header import Sizes, positive
 from nf4conv.sources.tensors import TensorInfo
 
 Parts: TypeAlias = Sequence[TensorInfo]
 """The tensors of a file that are one in transformers."""
-
-Sizes: TypeAlias = Mapping[str, Any]
-"""The metadata without the architecture's name in its keys."""
 
 _MOST_GROUPS: Final = 2**16
 """Experts or heads of a layer, many more than any model has."""

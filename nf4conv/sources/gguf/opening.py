@@ -13,7 +13,7 @@ from nf4conv.format.gguf import LAYOUTS, PLAIN
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.files import STEMS, require_own
 from nf4conv.sources.gguf.families import GgufFamily, architectures, config_of, families_of
-from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
+from nf4conv.sources.gguf.header import GgufTensor, Sizes, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
 from nf4conv.sources.reader import Absent, read_json
@@ -120,7 +120,7 @@ def _check_split(
 
 
 def _family(
-    path: Path, sizes: Mapping[str, Any], names: Collection[str], config: Mapping[str, Any] | None
+    path: Path, sizes: Sizes, names: Collection[str], config: Mapping[str, Any] | None
 ) -> GgufFamily:
     """Returns the family of a file's architecture, whose config may be that of the original."""
     architecture = str(sizes.get("general.architecture"))
@@ -190,7 +190,7 @@ def _dtype_of(tensors: Sequence[GgufTensor], config: Mapping[str, Any]) -> str:
 def _notes(
     path: Path,
     tensors: Sequence[GgufTensor],
-    sizes: Mapping[str, Any],
+    sizes: Sizes,
     beside: Collection[str],
     made: Mapping[str, Any] | None,
 ) -> Iterator[str]:

@@ -9,7 +9,7 @@ from nf4conv.errors import SourceError
 from nf4conv.format.gguf import PLUS_ONE, ROTARY, TRANSPOSED
 from nf4conv.sources.gguf.blocks import as_stored, matrix_of, undone
 from nf4conv.sources.gguf.families import GgufFamily, Join
-from nf4conv.sources.gguf.header import GgufTensor, counts_of, positive
+from nf4conv.sources.gguf.header import GgufTensor, Sizes, counts_of, positive
 from nf4conv.sources.gguf.joining import count_matrices
 from nf4conv.sources.tensors import TensorInfo
 
@@ -23,7 +23,7 @@ _COMPUTED: Final = (
 _IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
 
 
-def sizes_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def sizes_of(metadata: Mapping[str, Any]) -> Sizes:
     """Returns the metadata without the architecture's name in its keys."""
     prefix = f"{metadata.get('general.architecture')}."
     return {key.removeprefix(prefix): value for key, value in metadata.items()}
@@ -36,7 +36,7 @@ def names_of(tensors: Sequence[GgufTensor]) -> set[str]:
 
 
 def present(
-    tensors: Sequence[GgufTensor], family: GgufFamily, sizes: Mapping[str, Any], dtype: str
+    tensors: Sequence[GgufTensor], family: GgufFamily, sizes: Sizes, dtype: str
 ) -> tuple[TensorInfo, ...]:
     """Returns the tensors that a checkpoint of transformers would have, in the dtype of a tag.
 
@@ -67,7 +67,7 @@ def present(
     return tuple(found.values())
 
 
-def _heads_of(sizes: Mapping[str, Any]) -> tuple[int, int]:
+def _heads_of(sizes: Sizes) -> tuple[int, int]:
     """Returns how many heads of queries, and of keys and values, the metadata names; 1 and 1 if it
     names none.
     """
@@ -103,7 +103,7 @@ def _presented(
     join: Join | None,
     family: GgufFamily,
     layer: str,
-    sizes: Mapping[str, Any],
+    sizes: Sizes,
 ) -> Iterator[TensorInfo]:
     """Yields what one tensor of the file, or several that are joined, stand for: one tensor, or a
     matrix for each expert.
@@ -153,9 +153,7 @@ def _experts(stack: TensorInfo, name: str) -> Iterator[TensorInfo]:
         yield matrix_of(stack, expert)._replace(name=name.replace("#", str(expert)))
 
 
-def _unchanged(
-    tensor: TensorInfo, pattern: str, family: GgufFamily, sizes: Mapping[str, Any]
-) -> TensorInfo:
+def _unchanged(tensor: TensorInfo, pattern: str, family: GgufFamily, sizes: Sizes) -> TensorInfo:
     """Returns a tensor as it was before the converter changed it."""
     module, ending = _split(pattern)
     change = family.changed.get(module)
