@@ -45,7 +45,7 @@ WEIGHTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "nested absmax of rank 2": (packed(nested_absmax=torch.ones(1, 1)), "expected F32 [1]"),
     "codes of complex numbers": (
         packed() | {UP: packed()[UP].view(-1).view(torch.complex64)},
-        "is C64, expected U8",
+        "part of a weight that is already quantized",
     ),
     "a code map of millions": (packed(quant_map=torch.ones(4096, 64)), "expected F32 [16]"),
     "a nested map alone": (
