@@ -23,7 +23,7 @@ def advice(jobs: Iterable[Job]) -> Iterator[str]:
             packed_after += job.nbytes
         else:
             kept[job.reason] += job.nbytes
-    if 2 * packed_before >= 3 * packed_after and 2 * before < 3 * after:
+    if 2 * packed_before > 3 * packed_after and 2 * before < 3 * after:
         ((reason, taken),) = kept.most_common(1)
         yield (
             f"this saves little, {size(before)} → {size(after)}: {size(kept.total())} are not "
