@@ -246,7 +246,10 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
         if isinstance(content, dict) and _depth(content) > _DEEPEST_JSON:
             raise ValueError(f"nested more than {_DEEPEST_JSON} times")
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: not JSON: {error}", path=path) from error
+        what: object = error
+        if isinstance(error, RecursionError):
+            what = f"nested more than {_DEEPEST_JSON} times"
+        raise SourceError(f"{path}: not JSON: {what}", path=path) from error
     if not isinstance(content, dict):
         raise SourceError(f"{path}: not a JSON object", path=path)
     return content
