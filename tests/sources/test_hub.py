@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -17,9 +16,9 @@ from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
 import nf4conv
-import nf4conv.sources.remote.hub as hub_module
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
+from nf4conv.sources.gguf.opening import parts_of
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.source import Source
 
@@ -377,10 +376,6 @@ def test_importing_and_planning_locally_does_without_huggingface_hub(source: Pat
 
 
 def test_of_a_split_gguf_only_its_own_files_are_needed():
-    """Other quantizations and side files may have names that begin alike."""
     names = [f"q/m-0000{number}-of-00002.gguf" for number in (1, 2)]
-    others = ["q/m-Q8_0.gguf", "q/m-Q8_0-00001-of-00002.gguf", "q/m-imatrix.dat"]
-    others.append("q/m-00001-of-00003.gguf")
-    repository = SimpleNamespace(files=dict.fromkeys([*names, *others, "q/m.gguf"]))
-    assert hub_module._files_of_gguf(repository, "me/m", names[0]) == {*names}
-    assert hub_module._files_of_gguf(repository, "me/m", "q/m.gguf") == {"q/m.gguf"}
+    assert parts_of(names[0]) == parts_of(names[1]) == names
+    assert parts_of("q/m.gguf") == ["q/m.gguf"]

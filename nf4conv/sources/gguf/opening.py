@@ -83,18 +83,22 @@ def open_gguf(
     )
 
 
+def parts_of(name: str) -> list[str]:
+    """Returns the names of all files of a split model, by that of one of them; or the only one."""
+    match = _PART.fullmatch(name)
+    if match is None or int(match["count"]) == 0:
+        return [name]
+    numbers = range(1, int(match["count"]) + 1)
+    return [f"{match['stem']}-{number:05}-of-{match['count']}.gguf" for number in numbers]
+
+
 def _files_of(path: Path, absent: Collection[Path]) -> list[Path]:
     """Returns all files of a split model, or the only one; those that are absent count too."""
-    match = _PART.fullmatch(path.name)
-    if match is None or int(match["count"]) == 0:
-        return [path]
-    count = int(match["count"])
-    files = []
-    for number in range(1, count + 1):
-        file = path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
+    files = [path.with_name(name) for name in parts_of(path.name)]
+    for file in files:
         if file not in absent and not file.is_file():
+            count = len(files)
             raise SourceError(f"{file}: is missing; {path.name} is one of {count} files", path=file)
-        files.append(file)
     return files
 
 

@@ -1,6 +1,5 @@
 """Fetches what a source needs of a repository of the Hugging Face Hub, or finds it in the cache."""
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,6 +15,7 @@ from nf4conv.sources.files import (
     find_weights,
     read_index,
 )
+from nf4conv.sources.gguf.opening import parts_of
 from nf4conv.sources.places import prefix_of
 from nf4conv.sources.remote.repository import RemoteFile, Repository
 
@@ -126,23 +126,13 @@ def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Fetche
     """
     repository = Repository(repo, where)
     wanted = f"{prefix_of(where)}{name}"
-    needed = _files_of_gguf(repository, repo, wanted)
-    described = [file for file in ("README.md", ".gitattributes") if file in repository.files]
-    root = repository.fetch(described, notes_commit=True)
-    return root / wanted, _fetched(repository, root, where, needed)
-
-
-def _files_of_gguf(repository: Repository, repo: str, wanted: str) -> set[str]:
-    """Returns a GGUF file of a repository, or all files of a split one."""
     if wanted not in repository.files:
         others = sorted(file for file in repository.files if file.endswith(".gguf"))
         raise SourceError(f"{repo}: has no {wanted}; its GGUF files: {', '.join(others) or 'none'}")
-    part = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", wanted)
-    if part is None:
-        return {wanted}
-    # other quantizations may stand beside it, under names that begin alike
-    alike = re.compile(rf"{re.escape(part[1])}-\d{{5}}-of-{part[2]}\.gguf")
-    return {file for file in repository.files if alike.fullmatch(file)}
+    needed = repository.files.keys() & set(parts_of(wanted))
+    described = [file for file in ("README.md", ".gitattributes") if file in repository.files]
+    root = repository.fetch(described, notes_commit=True)
+    return root / wanted, _fetched(repository, root, where, needed)
 
 
 def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str, ...]]:
