@@ -50,6 +50,7 @@ WEIGHT_SUFFIXES: Final = (
 MARKS_OF_MODELS: Final = ("config.json", MODEL_INDEX)
 """Files by which loaders recognise a model; a run writes them when everything else is there."""
 
+_PART: Final = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _PICKLE_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model")
 
 
@@ -144,6 +145,15 @@ def read_index(index: Path) -> dict[str, Any]:
             raise SourceError.about(index, name, f"{file!r} is outside the folder")
         known.add(file)
     return content
+
+
+def parts_of(name: str) -> list[str]:
+    """Returns the names of all files of a split GGUF file, by that of one; or the only one."""
+    match = _PART.fullmatch(name)
+    if match is None or int(match["count"]) == 0:
+        return [name]
+    numbers = range(1, int(match["count"]) + 1)
+    return [f"{match['stem']}-{number:05}-of-{match['count']}.gguf" for number in numbers]
 
 
 # --- files beside the weights ---------------------------------------------------------------------

@@ -18,7 +18,7 @@ from safetensors.torch import save
 import nf4conv
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.gguf.opening import parts_of
+from nf4conv.sources.files import parts_of
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.source import Source
 

@@ -1,6 +1,5 @@
 """Opens a GGUF file, or all files of a split one, as a checkpoint of transformers."""
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.dtypes import TAGS
 from nf4conv.format.gguf import LAYOUTS, PLAIN
 from nf4conv.models.config import checkpoint_dtype
-from nf4conv.sources.files import STEMS, require_own
+from nf4conv.sources.files import STEMS, parts_of, require_own
 from nf4conv.sources.gguf.families import GgufFamily, architectures, config_of, families_of
 from nf4conv.sources.gguf.header import GgufTensor, Sizes, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
@@ -19,8 +18,6 @@ from nf4conv.sources.gguf.tokenizing import tokenizer_files
 from nf4conv.sources.reader import Absent, read_json
 from nf4conv.sources.source import Source, stamps_of
 from nf4conv.system.machine import uncollected
-
-_PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 _SEEING: Final = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 """Architectures of text models that occur only as parts of models that see."""
@@ -81,15 +78,6 @@ def open_gguf(
         card=card if card.is_file() else folder / "README.md",
         made=made,
     )
-
-
-def parts_of(name: str) -> list[str]:
-    """Returns the names of all files of a split model, by that of one of them; or the only one."""
-    match = _PART.fullmatch(name)
-    if match is None or int(match["count"]) == 0:
-        return [name]
-    numbers = range(1, int(match["count"]) + 1)
-    return [f"{match['stem']}-{number:05}-of-{match['count']}.gguf" for number in numbers]
 
 
 def _files_of(path: Path, absent: Collection[Path]) -> list[Path]:

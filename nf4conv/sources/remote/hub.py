@@ -13,9 +13,9 @@ from nf4conv.sources.files import (
     MODEL_INDEX,
     auxiliary_names,
     find_weights,
+    parts_of,
     read_index,
 )
-from nf4conv.sources.gguf.opening import parts_of
 from nf4conv.sources.places import prefix_of
 from nf4conv.sources.remote.repository import RemoteFile, Repository
 

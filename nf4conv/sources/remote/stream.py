@@ -48,7 +48,6 @@ class ShardStream(Reader):
         self._needed = {path: fetched.absent[path] for path in in_order}
         self._folder = folder
         self._changed = threading.Condition()  # guards everything below
-        self._on_disk: set[Path] = set()  # files that are there, or on their way
         self._ready: dict[Path, Path] = {}  # where the files are that can be read
         self._in_work: Counter[Path] = Counter()  # work that is expected and not done
         self._reached = 0  # the place of the first file in the order that more work may need
@@ -120,15 +119,17 @@ class ShardStream(Reader):
             local = self._ready.pop(path)
             self.forget(local)
             local.unlink(missing_ok=True)
-            self._on_disk.discard(path)
             self._changed.notify_all()
 
     def _fetch_all(self) -> None:
         """Fetches file after file as there is room; runs in a thread of its own."""
         try:
             for path, file in self._needed.items():
-                if not self._wait_for_room(path):
-                    return
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: len(self._ready) < FILES_ON_DISK or self._stopped.is_set()
+                    )
+                    self._go_on()
                 with explained(f"{self._repository.repo}/{file.name}"):
                     local = self._repository.download(file, self._pause, local_dir=self._folder)
                 with self._changed:
@@ -139,16 +140,6 @@ class ShardStream(Reader):
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-
-    def _wait_for_room(self, path: Path) -> bool:
-        """Waits until a file may be fetched; returns False if it is no longer wanted."""
-        with self._changed:
-            while len(self._on_disk) >= FILES_ON_DISK and not self._stopped.is_set():
-                self._changed.wait()
-            if self._stopped.is_set():
-                return False
-            self._on_disk.add(path)
-            return True
 
     def _pause(self, seconds: float) -> None:
         self._stopped.wait(seconds)
