@@ -17,7 +17,6 @@ from nf4conv.choose.evidence import FEWEST_ROWS, Evidence, Why
 from nf4conv.choose.experts import Experts, alike_in_layers, readers_of
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import FLOAT_DTYPES
-from nf4conv.format.layout import Format
 from nf4conv.format.units import size
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
@@ -48,9 +47,8 @@ def select(
     options: QuantizeOptions,
     *,
     packs_towers: bool = False,
-    format: Format | None = None,
 ) -> Selection:
-    """Decides for every tensor of a checkpoint; what `format` cannot hold is kept.
+    """Decides for every tensor of a checkpoint.
 
     Globs of the user add to the rules; they replace none of them.
     """
@@ -70,9 +68,6 @@ def select(
             decision = _decide_stack(tensor, evidence, experts, moe, unwanted)
             if decision is None:
                 decision = _decide(tensor, evidence, options, moe, unwanted, packs_towers)
-            shapes = [matrix.shape for matrix in _matrices_of(decision)]
-            if format is not None and not all(map(format.holds, shapes)):
-                decision = _kept_whole(tensor, evidence, experts, format.quant_storage)
             known[kind] = decision
         elif isinstance(decision, Pack):
             # another of many experts, each of which becomes one whole matrix
@@ -243,17 +238,6 @@ def _decide_stack(
     if matrices[0].shape[0] < FEWEST_ROWS:
         return Keep(Why.FEW_ROWS)
     return Pack(matrices, "experts, taken out of their stack")
-
-
-def _kept_whole(
-    tensor: TensorInfo, evidence: Evidence, experts: Experts, quant_storage: str
-) -> Keep:
-    """Decides for a tensor of which a format cannot hold what would be packed."""
-    why = f"its packed bytes do not divide into {quant_storage}"
-    is_stack = tensor.name in experts.stacks
-    if is_stack and any(family.splits_experts for family in evidence.families):
-        raise PlanError(f"{tensor.name}: {why}, but it cannot be kept in 16 bits on its own")
-    return Keep(why, is_linear=not is_stack)
 
 
 def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:

@@ -102,6 +102,8 @@ class Format:
 
     def holds(self, shape: Sequence[int]) -> bool:
         """Returns True if the packed bytes of a weight divide into elements of quant_storage."""
+        if self.quant_storage == "uint8":
+            return True
         packed_bytes = -(-math.prod(shape) // 2)
         return 8 * packed_bytes % DTYPE_BITS[self.storage_tag] == 0
 

@@ -26,7 +26,7 @@ from nf4conv.sources.tensors import TensorInfo
 def plan_source(source: Source, options: QuantizeOptions) -> WritingPlan:
     """Plans the quantization of one opened checkpoint."""
     format = choose_format(source, options)
-    selection = select(source.tensors, source.config or {}, options, format=format)
+    selection = select(source.tensors, source.config or {}, options)
     unchanged = weights_that_stay(source, selection.decisions, format, options)
     jobs: list[Job] = []
     for tensor in source.tensors:
@@ -64,6 +64,9 @@ def jobs_of(
         raise PlanError.about(
             tensor.file, tensor.name, f"{tensor.dtype} cannot be packed; expected a float dtype"
         )
+    if not all(format.holds(matrix.shape) for matrix in decision.matrices):
+        text = f"its packed bytes do not divide into {format.quant_storage}; --exclude keeps it"
+        raise PlanError.about(tensor.file, tensor.name, text)
     if isinstance(stored, Bitsandbytes4bit):
         [matrix] = decision.matrices
         own = replace(format, dtype=DTYPE_NAMES[tensor.dtype], scales=stored.format.scales)

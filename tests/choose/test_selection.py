@@ -8,8 +8,6 @@ from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.choose.evidence import Why
 from nf4conv.choose.loader_rules import transformers_5, vllm
 from nf4conv.choose.selection import select
-from nf4conv.errors import PlanError
-from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
 from nf4conv.sources.tensors import TensorInfo
 
@@ -354,30 +352,6 @@ def test_a_packed_module_whose_name_ends_like_a_kept_one_is_kept_too():
     assert selection.decisions["pre_classifier.weight"].reason.startswith(
         "a loader could not tell its name"
     )
-
-
-def test_what_a_storage_dtype_cannot_hold_is_kept_and_listed():
-    odd = tensor("model.layers.0.mlp.odd.weight", (33, 65))
-    experts = [tensor(f"model.layers.1.mlp.experts.{n}.up_proj.weight", (33, 65)) for n in (0, 1)]
-    source = [*LLAMA, odd, *experts]
-    options = QuantizeOptions(moe="packed")
-    usual = select(source, LLAMA_CONFIG, options, format=Format("nf4", 64, True, "bfloat16"))
-    assert usual == select(source, LLAMA_CONFIG, options)
-    format = Format("nf4", 64, True, "bfloat16", quant_storage="float32")
-    found = select(source, LLAMA_CONFIG, options, format=format)
-    why = Keep("its packed bytes do not divide into float32", is_linear=True)
-    for kept in (odd, *experts):
-        assert found.decisions[kept.name] == why
-    assert "model.layers.0.mlp.odd" in found.skip_modules
-    assert len(packed(found)) == len(packed(usual)) - 3
-
-
-def test_experts_that_only_load_packed_are_not_kept_for_a_storage_dtype():
-    name = "model.layers.0.feed_forward.experts.gate_up_proj"
-    stacks = [tensor(name, (2, 65, 66)), tensor(name.replace("gate_up", "down"), (2, 33, 65))]
-    format = Format("nf4", 64, True, "bfloat16", quant_storage="float32")
-    with pytest.raises(PlanError, match="cannot be kept in 16 bits on its own"):
-        select(stacks, {"model_type": "llama4_text"}, QuantizeOptions(), format=format)
 
 
 @pytest.mark.parametrize(

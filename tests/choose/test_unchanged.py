@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig
 
 import nf4conv
 from nf4conv.cli import main
-from nf4conv.errors import SourceError
+from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import COMPONENT_SUFFIXES
 
@@ -338,7 +338,7 @@ def test_the_storage_of_a_source_stays_unless_another_is_asked_for(source, tmp_p
         ).read_bytes()
 
 
-def test_a_weight_whose_bytes_do_not_divide_stays_in_16_bits(tmp_path):
+def test_a_weight_whose_bytes_do_not_divide_has_to_be_excluded(tmp_path):
     folder = tmp_path / "source"
     odd, even = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
     save_model(
@@ -346,13 +346,10 @@ def test_a_weight_whose_bytes_do_not_divide_stays_in_16_bits(tmp_path):
         {odd: torch.ones(33, 2).bfloat16(), even: torch.ones(64, 64).bfloat16()},
         {"model_type": "llama", "dtype": "bfloat16"},
     )
-    plan = nf4conv.plan_quantize(folder, quant_storage="float32").made
-    reasons = {row.name: (row.action, row.reason) for row in plan.rows()}
-    assert reasons[odd] == ("copy", "its packed bytes do not divide into float32")
-    assert reasons[even][0] == "pack"
-    assert (
-        "model.layers.0.mlp.up_proj" in plan.config["quantization_config"]["llm_int8_skip_modules"]
-    )
+    with pytest.raises(PlanError, match=f"{odd}: its packed bytes do not divide"):
+        nf4conv.plan_quantize(folder, quant_storage="float32")
+    plan = nf4conv.plan_quantize(folder, quant_storage="float32", exclude=[odd])
+    assert [row.action for row in plan.rows] == ["pack", "copy"]
 
 
 @pytest.mark.oracle
