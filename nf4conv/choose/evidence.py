@@ -5,7 +5,7 @@ Evidence answers whether a tensor is an embedding, a head, a router, part of a t
 """
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -76,11 +76,12 @@ class Evidence:
         shapes = {tensor.name: tensor.shape for tensor in tensors}
         vocab_sizes = set()
         layers = 0
-        for key, number in numbers_of(config):
-            if key.endswith("vocab_size"):
-                vocab_sizes.add(number)
-            elif key == "num_hidden_layers":
-                layers = max(layers, number)
+        for _, level in levels(config):
+            for key, number in level.items():
+                if isinstance(number, int) and key.endswith("vocab_size"):
+                    vocab_sizes.add(number)
+                elif isinstance(number, int) and key == "num_hidden_layers":
+                    layers = max(layers, number)
 
         families = families_of(config)
         names_in_blocks = set()
@@ -248,11 +249,3 @@ def _names_in_blocks(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         if NUMBERED.search(module):
             names.update(module.split("."))
     return names
-
-
-def numbers_of(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yields (key, value) of every integer in a config, at all levels."""
-    for _, level in levels(config):
-        for key, value in level.items():
-            if isinstance(value, int):
-                yield key, value
