@@ -24,6 +24,7 @@ from nf4conv.sources.files import (
     read_index,
     require_own,
 )
+from nf4conv.sources.foreign.integers import Gptq
 from nf4conv.sources.foreign.presenting import decoded_tensors
 from nf4conv.sources.gguf.opening import open_gguf
 from nf4conv.sources.header import MOST_TENSORS, header_json, parse_header
@@ -74,7 +75,7 @@ def _exported(opened: Source) -> Mapping[str, Any]:
     of_modelopt = opened.folder / "hf_quant_config.json"
     if of_modelopt.is_file():
         return read_json(require_own(of_modelopt, opened.root))
-    if not any(tensor.name.endswith(".qweight") for tensor in opened.tensors):
+    if not any(tensor.name.endswith(Gptq.stored) for tensor in opened.tensors):
         return {}
     # releases of AutoGPTQ and AutoAWQ before transformers knew them
     for method, name in (("gptq", "quantize_config.json"), ("awq", "quant_config.json")):

@@ -15,7 +15,13 @@ from nf4conv.errors import SourceError
 from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.dtypes import STORAGE_DTYPES, TAGS
-from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, StateFields, block_count
+from nf4conv.format.layout import (
+    COMPONENT_SUFFIXES,
+    QUANT_STATE_PREFIX,
+    Format,
+    StateFields,
+    block_count,
+)
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.arranged import Excerpt
@@ -42,6 +48,7 @@ class Bitsandbytes4bit(Foreign):
     layout: ClassVar[Mapping[str, Part]] = {
         "values": described("", f"I8 {' '.join(STORAGE_DTYPES)}:")
     }
+    ends: ClassVar[tuple[str, ...]] = tuple(f".{suffix}" for suffix in COMPONENT_SUFFIXES)
     decoder: ClassVar[str] = "nf4conv.codec.ops:decode_packed"
 
     values: TensorInfo  # the packed codes, in the dtype of quant_storage; named as the weight

@@ -100,6 +100,7 @@ class GptOss(Fp4):
     __slots__ = ()
 
     stored = "_blocks"
+    ends = ("_proj_blocks", "_proj_scales")
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "U8: experts out groups 16"),
         "scale": part("_scales", "U8: experts out groups"),
@@ -123,6 +124,7 @@ class CompressedFp4(Fp4):
     __slots__ = ()
 
     stored = "_packed"
+    ends = (".weight_global_scale",)
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "U8: out in/2"),
         "scale": part("_scale", *_FORMS_OF_SCALES),
@@ -138,6 +140,8 @@ class PlainFp4(Fp4):
     """
 
     __slots__ = ()
+
+    ends = (".weight_scale_2",)
 
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
@@ -160,6 +164,7 @@ class Scaled(Foreign):
 
     decoder: ClassVar[str] = "nf4conv.codec.decode.floats:decode_scaled"
     layout: ClassVar[Mapping[str, Part]] = {"values": part("", "F8_E4M3 F8_E5M2 I8:")}
+    ends: ClassVar[tuple[str, ...]] = ("_scale_inv", ".weight_scale", ".qscale_weight")
 
     values: TensorInfo  # [..., rows, columns]
     # one for all, one for each row, one for each block, or any shape that broadcasts against the
@@ -309,6 +314,7 @@ class Bitsandbytes8bit(Foreign):
 
     stored = "weight"
     weight = "weight"
+    ends = (".SCB",)
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "I8: out in"),
         "scale": part("SCB", f"{FLOATS}: out", f"{FLOATS}: out 1"),

@@ -136,6 +136,7 @@ class Foreign(Encoding):
     configs: ClassVar[tuple[str, ...]] = ()
     stored: ClassVar[str] = ""  # how the name of the values ends
     weight: ClassVar[str] = ""  # how the name of the weight ends instead
+    ends: ClassVar[tuple[str, ...]] = ()  # of names that only parts of such weights have
     # "values" and the other parts, by role; tensors in other dtypes are no values
     layout: ClassVar[Mapping[str, Part]]
     decoder: ClassVar[str]  # "module:function", which takes parts, `arguments` and a torch dtype

@@ -123,6 +123,7 @@ class Gptq(PackedIntegers):
     packing = "GPTQ"
     stored = ".qweight"
     weight = ".weight"
+    ends = (".qweight", ".qzeros", ".g_idx")
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "I32: words(in) out"),
         "scale": part(".scales", f"{FLOATS}: groups out"),
@@ -179,6 +180,7 @@ class CompressedIntegers(PackedIntegers):
 
     packing = "compressed-tensors"
     stored = "_packed"
+    ends = (".weight_packed", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "I32: out words(in)"),
         "scale": part("_scale", f"{FLOATS}: out groups", f"{FLOATS}: out"),
@@ -262,6 +264,7 @@ class TorchaoInt4(PackedIntegers):
     packing = "torchao"
     stored = "_weight_qdata"
     weight = "weight"
+    ends = ("_qdata", "._weight_scale", "._weight_zero_point")
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "I8 U8: out in/2"),
         "scale": part("_weight_scale", f"{FLOATS}: groups out"),

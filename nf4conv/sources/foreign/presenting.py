@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS, TORCH_NAMES
-from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
+from nf4conv.format.layout import QUANT_STATE_PREFIX
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.models.families import families_of
 from nf4conv.models.module_names import module_of
@@ -48,9 +48,6 @@ FORMATS: Final[list[type[Foreign]]] = [
 _PLAIN_DTYPES: Final = (*FLOAT_TAGS, "I64", "BOOL")
 """Dtypes of tensors that are stored as they are."""
 
-_COMPONENT_ENDS: Final = tuple(f".{suffix}" for suffix in COMPONENT_SUFFIXES)
-"""Ends of the names of what bitsandbytes stores beside the codes of a 4-bit weight."""
-
 _UNREAD_DTYPES: Final = ("F8_E8M0", "U32", *(DTYPE_BITS.keys() - TORCH_NAMES.keys()))
 """Dtypes of tensors that nf4conv cannot read unless they are part of an encoding."""
 
@@ -65,16 +62,12 @@ _ENDS_OF_ACTIVATIONS: Final = (
 """Ends of the names of tensors that a quantized model needs to run, and a decoded one does not."""
 
 _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
-    "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed",
-    ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qweight", ".qzeros", ".qscale_weight",
-    ".g_idx", ".W_q", ".SCB", ".pre_quant_scale", ".bitmask", ".w_bf16_to_fp8_scale", "_qdata",
-    "_act_pre_scale", "_scale_and_zero", "_per_tensor_scale", ".input_rotation", ".input_prescale",
+    ".W_q", ".pre_quant_scale", ".bitmask", ".w_bf16_to_fp8_scale", "_act_pre_scale",
+    "_scale_and_zero", "_per_tensor_scale", ".input_rotation", ".input_prescale",
     ".scale_weight", "scaled_fp8", ".comfy_quant",  # of ComfyUI, whose files have no config
     ".weight._scale",  # of quanto alone
-    "._weight_scale", "._weight_zero_point",  # of torchao
-    "_proj_blocks", "_proj_scales",  # of gpt-oss
     ".svdquant_lora_a", ".svdquant_lora_b", ".weight_quantizer._scale",  # of ModelOpt
-    *_COMPONENT_ENDS,
+    *(end for kind in FORMATS for end in kind.ends),
 )  # fmt: skip
 """Ends of the names of parts of encoded weights.
 
@@ -136,7 +129,7 @@ def _decoded(tensor: TensorInfo, siblings: SiblingTensors, has_states: bool) -> 
     end = name[name.rfind(".") + 1 :]
     described = siblings.description
     may_be = _formats_of(end, tensor.dtype, described.method, described.packing, has_states)
-    if not may_be or name.endswith(_COMPONENT_ENDS) or siblings.is_scale(tensor):
+    if not may_be or name.endswith(Bitsandbytes4bit.ends) or siblings.is_scale(tensor):
         return None
     for kind in may_be:
         found = kind.recognised(tensor, siblings)
