@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
@@ -20,24 +21,26 @@ class _Filed(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass
 class HiddenStates:
     """Keeps hidden states, batch by batch, in the dtype that the model computes in.
 
     Where they are changes no byte of the result.
 
-    Args:
+    Attributes:
         device: the device that computes.
-        batches: the number of batches; if all fit well on a GPU, they stay there. 0 keeps them in
+        expected: the number of batches; if all fit well on a GPU, they stay there. 0 keeps them in
             host memory anyhow.
         room: the bytes of host memory that they may take. What has no room goes to a file.
         folder: the folder of that file, which has no name: no other program finds it.
     """
 
-    def __init__(self, device: torch.device, batches: int, room: int, folder: Path) -> None:
-        self._device = device
-        self._expected = batches
-        self._room = room
-        self._folder = folder
+    device: torch.device
+    expected: int
+    room: int
+    folder: Path
+
+    def __post_init__(self) -> None:
         self._batches: list[torch.Tensor | _Filed] = []
         self._file: IO[bytes] | None = None
         self._end = 0  # of the file
@@ -46,8 +49,8 @@ class HiddenStates:
         """Keeps the hidden states of the next batch."""
         if self._fit_on_device(hidden):
             self._batches.append(hidden.clone())
-        elif hidden.nbytes <= self._room:
-            self._room -= hidden.nbytes
+        elif hidden.nbytes <= self.room:
+            self.room -= hidden.nbytes
             self._batches.append(hidden.to("cpu", copy=True))
         else:
             filed = _Filed(self._end, hidden.shape, hidden.dtype)
@@ -59,7 +62,7 @@ class HiddenStates:
         """Yields the hidden states of one batch after the other, on the device."""
         for batch in self._batches:
             found = self._read(batch) if isinstance(batch, _Filed) else batch
-            yield found.to(self._device)
+            yield found.to(self.device)
 
     def replace(self, number: int, hidden: torch.Tensor) -> None:
         """Puts the hidden states behind a block in the place of those before it."""
@@ -77,17 +80,17 @@ class HiddenStates:
             self._file = None
 
     def _fit_on_device(self, hidden: torch.Tensor) -> bool:
-        if self._device.type != "cuda" or not self._expected:
+        if self.device.type != "cuda" or not self.expected:
             return False
-        _, total = torch.cuda.mem_get_info(self._device)
-        return self._expected * hidden.nbytes <= total // _SHARE_OF_GPU
+        _, total = torch.cuda.mem_get_info(self.device)
+        return self.expected * hidden.nbytes <= total // _SHARE_OF_GPU
 
     def _write(self, filed: _Filed, hidden: torch.Tensor) -> None:
         """Writes a batch; a full disk is an OutputError, not a signal as of mapped files."""
-        with named(self._folder, OutputError):
+        with named(self.folder, OutputError):
             if self._file is None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
             self._file.seek(filed.position)
             self._file.write(bytes_of(hidden.to(filed.dtype)))
             self._file.flush()
@@ -95,7 +98,7 @@ class HiddenStates:
     def _read(self, filed: _Filed) -> torch.Tensor:
         assert self._file is not None
         found = torch.empty(filed.shape, dtype=filed.dtype)
-        with named(self._folder, OutputError):
+        with named(self.folder, OutputError):
             self._file.seek(filed.position)
             if self._file.readinto(bytes_of(found)) < found.nbytes:  # type: ignore[attr-defined]
                 raise OSError("hidden states that were written are missing")

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,17 +30,17 @@ _log: Final = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
 class KeptFiles:
     """Writes and finds files of tensors, each with some facts.
 
-    Args:
+    Attributes:
         folder: the folder that keeps them.
         made_by: the device and the versions that compute now.
     """
 
-    def __init__(self, folder: Path, made_by: Mapping[str, str]) -> None:
-        self.folder = folder
-        self._made_by = made_by
+    folder: Path
+    made_by: Mapping[str, str]
 
     def file(self, name: str) -> Path:
         """Returns the file that is kept under a name."""
@@ -51,7 +52,7 @@ class KeptFiles:
         Raises:
             OutputError: they cannot be written.
         """
-        record = json.dumps({"made_by": self._made_by, "facts": facts})
+        record = json.dumps({"made_by": self.made_by, "facts": facts})
         metadata = {"record": record, "sha256": _digest(record, tensors)}
         with named(self.folder, OutputError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ class KeptFiles:
             file.unlink()
             return None
         found = json.loads(record)
-        for what, now in self._made_by.items():
+        for what, now in self.made_by.items():
             before = found["made_by"].get(what)
             if before != now:
                 raise OutputError(

@@ -42,44 +42,39 @@ def follow_names(model: Any, tensors: Sequence[TensorInfo]) -> list[Filling]:
     """
     name = type(model).__name__
     with planning_error(f"--calibrate: transformers cannot load these tensors into {name}"):
-        return _follow(model, tensors)
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
 
-
-def _follow(model: Any, tensors: Sequence[TensorInfo]) -> list[Filling]:
-    """Follows the names; transformers may raise anything."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
-
-    steps = get_model_conversion_mapping(model)
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, WeightConverter)]
-    by_pattern = {}
-    for converter in converters:
-        for pattern in converter.source_patterns:
-            by_pattern[pattern] = converter
-    state = model.state_dict()
-    prefix = model.base_model_prefix
-    fillings: list[Filling] = []
-    joined: dict[str, list[tuple[str, TensorInfo]]] = {}
-    for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.name)):
-        target, matched = rename_source_key(tensor.name, renamings, converters, prefix, state)
-        if target not in state and tensor.name in state:
-            fillings.append(Filling((tensor.name,), (tensor,)))
-        elif target not in state:
-            continue
-        elif matched is None:
-            fillings.append(Filling((target,), (tensor,)))
-        else:
-            joined.setdefault(target, []).append((matched, tensor))
-    for target, parts in joined.items():
-        patterns, members = zip(*parts, strict=True)
-        convert = partial(_convert, model, target, by_pattern[patterns[0]], patterns)
-        empty = [torch.empty(tensor.shape, device="meta") for tensor in members]
-        fillings.append(Filling(tuple(convert(empty)), members, convert))
+        steps = get_model_conversion_mapping(model)
+        renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+        converters = [step for step in steps if isinstance(step, WeightConverter)]
+        by_pattern = {}
+        for converter in converters:
+            for pattern in converter.source_patterns:
+                by_pattern[pattern] = converter
+        state = model.state_dict()
+        prefix = model.base_model_prefix
+        fillings: list[Filling] = []
+        joined: dict[str, list[tuple[str, TensorInfo]]] = {}
+        for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.name)):
+            target, matched = rename_source_key(tensor.name, renamings, converters, prefix, state)
+            if target not in state and tensor.name in state:
+                fillings.append(Filling((tensor.name,), (tensor,)))
+            elif target not in state:
+                continue
+            elif matched is None:
+                fillings.append(Filling((target,), (tensor,)))
+            else:
+                joined.setdefault(target, []).append((matched, tensor))
+        for target, parts in joined.items():
+            patterns, members = zip(*parts, strict=True)
+            convert = partial(_convert, model, target, by_pattern[patterns[0]], patterns)
+            empty = [torch.empty(tensor.shape, device="meta") for tensor in members]
+            fillings.append(Filling(tuple(convert(empty)), members, convert))
     return fillings
 
 
@@ -110,58 +105,53 @@ def _convert(
     return found
 
 
+@dataclass
 class Contents:
     """The weights of a part of a model, while they are in memory.
 
-    Args:
+    Attributes:
         model: the model, whose parameters they become.
         fillings: what the parameters are filled from.
         read: returns the values of a tensor, in the dtype that its parameter has.
         device: the device that holds them.
-
-    Attributes:
         values: the tensors of the checkpoint by name. After changing one, call `renew`.
         nbytes: their bytes in the source.
-        device: the device that holds them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        fillings: Sequence[Filling],
-        read: Callable[[TensorInfo, str], torch.Tensor],
-        device: torch.device,
-    ) -> None:
-        self.device = device
-        self._model = model
-        self._fillings = fillings
+    model: nn.Module
+    fillings: Sequence[Filling]
+    read: Callable[[TensorInfo, str], torch.Tensor]
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
-        self.nbytes = sum(tensor.nbytes for filling in fillings for tensor in filling.tensors)
-        for filling in fillings:
+        self.nbytes = 0
+        for filling in self.fillings:
             for tensor in filling.tensors:
-                self.values[tensor.name] = read(tensor, filling.parameters[0])
+                self.values[tensor.name] = self.read(tensor, filling.parameters[0])
+                self.nbytes += tensor.nbytes
         self.renew(self.values)
 
     def renew(self, names: Collection[str]) -> None:
         """Makes those parameters anew that are made from tensors of these names."""
-        for filling in self._fillings:
+        for filling in self.fillings:
             tensors = [self.values[tensor.name] for tensor in filling.tensors]
             if not any(tensor.name in names for tensor in filling.tensors):
                 continue
             if filling.convert is None:
-                set_tensor(self._model, filling.parameters[0], tensors[0])
+                set_tensor(self.model, filling.parameters[0], tensors[0])
                 continue
             for name, made in filling.convert(tensors).items():
-                set_tensor(self._model, name, made.contiguous())
+                set_tensor(self.model, name, made.contiguous())
 
     def release(self) -> None:
         """Lets the memory go."""
         self.values.clear()
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        for filling in self._fillings:
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for filling in self.fillings:
             for name in filling.parameters:
                 if name in parameters:
-                    set_tensor(self._model, name, parameters[name].detach().to("meta"))
+                    set_tensor(self.model, name, parameters[name].detach().to("meta"))
 
 
 def matrix_in(values: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:

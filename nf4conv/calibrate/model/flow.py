@@ -95,22 +95,27 @@ class Stop(BaseException):  # it is no error
     """Ends a run where nothing more is needed of it."""
 
 
+@dataclass
 class _Catcher:
     """Runs a model on windows, and stands in the place of all blocks.
 
     Attributes:
+        blocks: the blocks.
+        is_tuple: True if the parent of the blocks expects a tuple from each.
+        changes: True to return something else than what comes in, so that no mix-up goes unnoticed.
         hidden: what enters the first block.
         calls: what each block is called with.
         fault: why the model cannot be run block by block; empty if it can.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], *, is_tuple: bool, changes: bool) -> None:
+    blocks: Sequence[nn.Module]
+    is_tuple: bool
+    changes: bool
+
+    def __post_init__(self) -> None:
         self.hidden = torch.empty(0)
         self.calls: list[Call] = []
         self.fault = "not all of its blocks are run"
-        self._blocks = blocks
-        self._is_tuple = is_tuple
-        self._changes = changes
         self._returned = self.hidden
 
     @torch.no_grad()
@@ -120,7 +125,7 @@ class _Catcher:
         if "use_cache" in inspect.signature(model.forward).parameters:
             arguments["use_cache"] = False
         with ExitStack() as stack:
-            for number, block in enumerate(self._blocks):
+            for number, block in enumerate(self.blocks):
                 stack.enter_context(_in_place(block, partial(self._note, number)))
             stack.enter_context(suppress(Stop))
             model(**arguments)
@@ -136,11 +141,10 @@ class _Catcher:
         elif not torch.equal(hidden, self._returned):
             self._stop("what a block returns is changed before the next block")
         self.calls.append(Call(args if is_named else args[1:], kwargs, is_named))
-        if len(self.calls) == len(self._blocks):
+        if len(self.calls) == len(self.blocks):
             self._stop("")
-        # during the check something else than what came in, so that no mix-up goes unnoticed
-        self._returned = torch.rand_like(hidden) if self._changes else hidden
-        return (self._returned,) if self._is_tuple else self._returned
+        self._returned = torch.rand_like(hidden) if self.changes else hidden
+        return (self._returned,) if self.is_tuple else self._returned
 
     def _stop(self, fault: str) -> NoReturn:
         self.fault = fault

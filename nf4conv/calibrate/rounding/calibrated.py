@@ -22,6 +22,7 @@ from nf4conv.calibrate.rounding.rounded import Rounded
 from nf4conv.codec.backends import has_kernels
 
 SWEEPS: Final = 4
+"""How often codes and scales are improved after the first choice."""
 
 _LAZY: Final = 1024
 """Inputs whose errors reach the inputs behind them in one matrix product, instead of one for each
@@ -30,10 +31,7 @@ group.
 
 
 def round_calibrated(
-    weights: Sequence[torch.Tensor],
-    searched: Sequence[Rounded],
-    factor: Factor,
-    sweeps: int = SWEEPS,
+    weights: Sequence[torch.Tensor], searched: Sequence[Rounded], factor: Factor
 ) -> list[Rounded]:
     """Rounds weights that have the same inputs, such as those of q, k and v.
 
@@ -42,15 +40,12 @@ def round_calibrated(
         searched: the same weights with the codes and scales of the search, in the format that is
             wanted.
         factor: of the inputs.
-        sweeps: how often codes and scales are improved after the first choice.
     """
     draft = Draft.beside([one.state for one in searched], factor)
     choose(draft, ordered(weights, factor), factor)
-    if sweeps:
-        errors = ordered(weights, factor) - draft.values()
-        gradient = factor.moments @ errors
-        for _ in range(sweeps):
-            sweep(draft, gradient, factor)
+    gradient = factor.moments @ (ordered(weights, factor) - draft.values())
+    for _ in range(SWEEPS):
+        sweep(draft, gradient, factor)
     return stored(draft, searched, factor)
 
 
@@ -152,7 +147,7 @@ def stored(draft: Draft, searched: Sequence[Rounded], factor: Factor) -> list[Ro
         rows = slice(start, start + state.shape[0])
         start = rows.stop
         ranks = draft.ranks[:, rows].index_select(0, places)
-        codes = draft.levels.codes_of(ranks.T)
+        codes = draft.levels.codes.index_select(0, ranks.T.reshape(-1).int())
         packed = (codes[0::2] << 4) | codes[1::2]
         scales = draft.scales
         nested = state.state2

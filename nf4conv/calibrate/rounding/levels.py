@@ -41,11 +41,6 @@ class Levels:
         values = self.values.index_select(0, flat.int())
         return values.view(ranks.shape)
 
-    def codes_of(self, ranks: torch.Tensor) -> torch.Tensor:
-        """Returns the codes of ranks, uint8 of any shape: uint8, flat."""
-        flat = ranks.reshape(-1)
-        return self.codes.index_select(0, flat.int())
-
 
 @cache
 def levels_of(quant_type: str, device: torch.device) -> Levels:

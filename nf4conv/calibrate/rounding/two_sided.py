@@ -58,8 +58,7 @@ def round_two_sided(
     draft = Draft.beside([searched.state], inputs)
     draft = draft.of(outputs.order)
     _choose(draft, target.clone(), inputs, outputs)
-    if sweeps:
-        draft = _swept(draft, target, inputs, outputs, sweeps)
+    draft = _swept(draft, target, inputs, outputs, sweeps)
     draft = draft.of(outputs.order.argsort())
     (result,) = stored(draft, [searched], inputs)
     return result
