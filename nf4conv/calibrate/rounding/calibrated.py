@@ -22,7 +22,6 @@ from nf4conv.calibrate.rounding.rounded import Rounded
 from nf4conv.codec.backends import has_kernels
 
 SWEEPS: Final = 4
-"""How often codes and scales are improved after the first choice."""
 
 _LAZY: Final = 1024
 """Inputs whose errors reach the inputs behind them in one matrix product, instead of one for each
@@ -31,7 +30,10 @@ group.
 
 
 def round_calibrated(
-    weights: Sequence[torch.Tensor], searched: Sequence[Rounded], factor: Factor
+    weights: Sequence[torch.Tensor],
+    searched: Sequence[Rounded],
+    factor: Factor,
+    sweeps: int = SWEEPS,
 ) -> list[Rounded]:
     """Rounds weights that have the same inputs, such as those of q, k and v.
 
@@ -40,11 +42,12 @@ def round_calibrated(
         searched: the same weights with the codes and scales of the search, in the format that is
             wanted.
         factor: of the inputs.
+        sweeps: how often codes and scales are improved after the first choice.
     """
     draft = Draft.beside([one.state for one in searched], factor)
     choose(draft, ordered(weights, factor), factor)
     gradient = factor.moments @ (ordered(weights, factor) - draft.values())
-    for _ in range(SWEEPS):
+    for _ in range(sweeps):
         sweep(draft, gradient, factor)
     return stored(draft, searched, factor)
 
