@@ -144,10 +144,13 @@ def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, by
     """
     groups: list[list[TensorInfo]] = []
     for tensor in sorted(tensors, key=lambda tensor: (str(tensor.file), tensor.start)):
-        if groups and _is_near(groups[-1], tensor):
-            groups[-1].append(tensor)
-        else:
-            groups.append([tensor])
+        if groups:
+            first, last = groups[-1][0], groups[-1][-1]
+            is_near = tensor.file == first.file and tensor.start - last.stop <= _LARGEST_GAP
+            if is_near and tensor.stop - first.start <= _LONGEST_READ:
+                groups[-1].append(tensor)
+                continue
+        groups.append([tensor])
     spans = [group[0]._replace(stop=group[-1].stop) for group in groups]
     contents = each(partial(read_bytes, absent=source.absent), spans)
     found = {}
@@ -155,13 +158,3 @@ def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, by
         for tensor in group:
             found[tensor.name] = content[tensor.start - span.start : tensor.stop - span.start]
     return found
-
-
-def _is_near(group: Sequence[TensorInfo], tensor: TensorInfo) -> bool:
-    """Returns True if a tensor behind those of a group can be read at once with them."""
-    first = group[0]
-    last = group[-1]
-    if tensor.file != first.file:
-        return False
-    gap = tensor.start - last.stop
-    return gap <= _LARGEST_GAP and tensor.stop - first.start <= _LONGEST_READ
