@@ -76,13 +76,11 @@ def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> Di
     """
     source, where = from_address(str(source), where or SourceOptions())
     path = Path(source)
-    if path.is_file():
-        raise SourceError(f"{source}: a file, which is no diffusers pipeline")
-    if path.is_dir():
+    if path.exists():
         return _open_local(path, where)
-    if not is_repo_id(str(source)):
+    if not is_repo_id(source):
         raise SourceError(f"{source}: no such file or folder")
-    return _open_repository(str(source), where)
+    return _open_repository(source, where)
 
 
 def _open_local(root: Path, where: SourceOptions) -> DiffusersFolder:
