@@ -154,8 +154,8 @@ def recorded_blocks(record: Mapping[str, Any] | None) -> list[tuple[str, list[st
     """
     try:
         blocks = (record or {})["calibrated"]["blocks"]
-        return [(block["sha256"], list(block["gains"])) for block in blocks]
-    except (KeyError, TypeError):
+        return [(block["sha256"], list(block["gains"].keys())) for block in blocks]
+    except (KeyError, TypeError, AttributeError):
         return []
 
 

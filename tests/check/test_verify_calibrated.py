@@ -128,7 +128,7 @@ def test_bytes_that_were_not_recorded_are_a_fault(
     elif damage == "no digests":
         del record["calibrated"]
     else:
-        record["calibrated"]["blocks"] = [[1], {"gains": {FIRST: "1"}}, None]
+        record["calibrated"]["blocks"] = [{"sha256": 1, "gains": [[1]]}, [1], None]
     (damaged / "nf4conv.json").write_text(json.dumps(record))
     faults = faults_of(damaged, model)
     assert {check for check, _ in faults} == {"calibrated"}
