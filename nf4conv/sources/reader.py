@@ -243,13 +243,13 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
     text = read_small(path, most)
     try:
         content = json.loads(text)
-        if isinstance(content, dict) and _depth(content) > _DEEPEST_JSON:
-            raise ValueError(f"nested more than {_DEEPEST_JSON} times")
-    except (ValueError, RecursionError) as error:
-        what: object = error
-        if isinstance(error, RecursionError):
-            what = f"nested more than {_DEEPEST_JSON} times"
-        raise SourceError(f"{path}: not JSON: {what}", path=path) from error
+        is_too_deep = isinstance(content, dict) and _depth(content) > _DEEPEST_JSON
+    except RecursionError:
+        is_too_deep = True
+    except ValueError as error:
+        raise SourceError(f"{path}: not JSON: {error}", path=path) from error
+    if is_too_deep:
+        raise SourceError(f"{path}: not JSON: nested more than {_DEEPEST_JSON} times", path=path)
     if not isinstance(content, dict):
         raise SourceError(f"{path}: not a JSON object", path=path)
     return content
