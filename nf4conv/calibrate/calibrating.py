@@ -70,10 +70,8 @@ def calibrate(
         session = Session(plan, device, buffers, kept, progress)
         folder.check_space(plan.space_needed(folder.finished))
         finished = _calibrate_all(session)
-        components: dict[str, TensorInfo] = {}
-        for number in finished:
-            for tensor in read_header(session.kept.file(_name(number))):
-                components[tensor.name] = tensor
+        headers = [read_header(session.kept.file(_name(number))) for number in finished]
+        components = {tensor.name: tensor for header in headers for tensor in header}
     blocks = [finished[number] for number in sorted(finished)]
     calibrated = {"made_by": made_by, "blocks": blocks}
     return replace(with_calibrated_weights(plan, components), calibrated=calibrated)

@@ -193,11 +193,10 @@ def _add_all(
     for number, hidden in enumerate(block.hidden.batches()):
         calibrates = number < block.calibrating
         inputs = inputs_of(block.module, stage, block.calls[number], hidden)
-        for expert in sorted(inputs):
-            if expert in found:
-                found[expert].add(inputs[expert], calibrates=calibrates)
-            if pooled is not None:
-                pooled.add(inputs[expert], calibrates=calibrates)
+        for expert, tokens in sorted(inputs.items()):
+            for moments in (found.get(expert), pooled):
+                if moments is not None:
+                    moments.add(tokens, calibrates=calibrates)
 
 
 def _require_finite(stage: Stage, moments: Moments) -> None:
