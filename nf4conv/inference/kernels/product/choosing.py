@@ -61,8 +61,9 @@ def prepare_multiply(
             if is_faster(rows, n, k, processors):
                 with suppress(CannotLaunchError):  # driver or Triton cannot
                     product = prepare_panel(x_shape, dtype, device, n, form)
-    multiply = _prepare_decoded(dtype, device, matrix) if product is None else _with_bias(product)
-    return _there(multiply, device)
+    if product is None:
+        return _prepare_decoded(dtype, device, matrix)
+    return _there(_with_bias(product), device)
 
 
 _P = ParamSpec("_P")
@@ -106,11 +107,6 @@ def _with_bias(product: Product) -> Multiply:
 @functools.lru_cache(maxsize=1024)
 def prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Decode:
     """Prepares what decodes all weights of one kind to a dtype."""
-    return _there(_prepare_decode(dtype, device, matrix), device)
-
-
-def _prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Decode:
-    """Prepares what decodes while the device is the current one."""
     shape = (matrix.n, matrix.k)
     write = None
     if matrix.n * matrix.k > 0:
@@ -123,7 +119,7 @@ def _prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) ->
             write(current_stream(), decoded.data_ptr(), weight)
         return decoded
 
-    return decode
+    return _there(decode, device)
 
 
 def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Multiply:
@@ -131,7 +127,7 @@ def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -
 
     Under autocast the library computes in another dtype; the result has that of x all the same.
     """
-    decode = _prepare_decode(dtype, device, matrix)
+    decode = prepare_decode(dtype, device, matrix)
 
     def multiply(x: torch.Tensor, weight: Addresses, bias: torch.Tensor | None) -> torch.Tensor:
         if bias is not None and bias.dtype != dtype:
