@@ -28,7 +28,10 @@ def finish_if_whole(folder: SharedFolder, *, reread: bool) -> int:
     OutputError if one is not what was written, or a file cannot be written.
     """
     try:
-        return _finish(folder, folder.read_run(), reread=reread)
+        plan = folder.read_run()
+        if LAST_FILES not in plan:
+            raise OutputError(f"{folder.out}: another run has begun here", path=folder.out)
+        return _finish(folder, plan, reread=reread)
     except (Nf4convError, OSError):
         if is_filled_in_parts(folder.out) or not (folder.out / MAKING).is_file():
             raise
