@@ -101,10 +101,15 @@ def _parsed(front: str) -> dict[str, Any]:
     """
     import yaml  # importing it takes a moment
 
+    # while it is composed: to go through its events first takes minutes where they are nested
+    class PlainLoader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("it has aliases")
+            return super().compose_node(parent, index)
+
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(front)):
-            raise ValueError("it has aliases")
-        found = yaml.load(front, yaml.BaseLoader)
+        found = yaml.load(front, PlainLoader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     return found if isinstance(found, dict) else {}
