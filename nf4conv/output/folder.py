@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, Self
 
 from nf4conv.errors import OutputError, SourceError, named
-from nf4conv.output.crc32 import crc32_of_file
+from nf4conv.output.digest import digest_of_file
 from nf4conv.output.writer import ShardWriter, write_file
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_small
@@ -110,7 +110,7 @@ class OutputFolder:
             path, file = self.out / name, shards[name]
             if is_link(path) or not path.is_file() or path.stat().st_size != file.size:
                 return False
-            return crc32_of_file(path) == file.crc32
+            return digest_of_file(path) == file.digest
 
         with ThreadPoolExecutor(_READS_AT_A_TIME) as pool:
             found = zip(shards.items(), pool.map(is_intact, shards), strict=True)
@@ -161,14 +161,14 @@ class OutputFolder:
         self,
         name: str,
         size: int,
-        crc32: int,
+        digest: int,
         source_bytes: int = 0,
         verified: Mapping[str, Any] | None = None,
     ) -> None:
         """Records that a shard is complete. May be called from any thread."""
         with named(self.out / name, OutputError, inside=True):
             sync_folder(self.out)  # no record may outlive its shard
-        file = FinishedFile(size, crc32, source_bytes, verified)
+        file = FinishedFile(size, digest, source_bytes, verified)
         content = describe_finished(name, file._replace(plan=self._plan))
         record = self._work / SHARDS / record_name(name)
         write_file(record, [content], folder=self._private)

@@ -5,20 +5,13 @@ fsync and the final name.
 """
 
 import os
-import zlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
 
 from nf4conv.errors import OutputError, named
-from nf4conv.output.crc32 import Piece, crc32_of_pieces
+from nf4conv.output.digest import digest_of_piece, sum_up
 from nf4conv.sources.header import build_header, read_header
 from nf4conv.system.files import create, create_to_write, sync
-
-_LARGE: Final = 2**24  # bytes, whose CRC-32 is computed while they are written
-
-_background: Final = ThreadPoolExecutor(8, "crc32")
 
 
 class ShardWriter:
@@ -28,18 +21,18 @@ class ShardWriter:
     positional and do not overlap, so that any thread may write.
 
     Attributes:
-        crc32: the CRC-32 of the finished file. It comes from the pieces that were written, not from
-            what the disk made of them.
+        digest: of the finished file. It comes from the pieces that were written, not from what the
+            disk made of them.
     """
 
     def __init__(self, temporary: Path, final: Path, header_size: int, data_size: int) -> None:
-        self.crc32 = 0
+        self.digest = 0
         self._temporary = temporary
         self._final = final
         self._header_size = header_size
         self._data_size = data_size
         # threads append to it, which is atomic
-        self._pieces: list[Piece] = []
+        self._digests: list[int] = []
         with named(temporary, OutputError):
             temporary.unlink(missing_ok=True)
             self._file = create_to_write(temporary)
@@ -52,16 +45,8 @@ class ShardWriter:
     def write(self, offset: int, data: memoryview) -> None:
         """Writes bytes at an offset from the end of the header. May be called from any thread."""
         position = self._header_size + offset
-        if len(data) < _LARGE:
-            self._place(position, data)
-            crc32 = zlib.crc32(data)
-        else:
-            waiting = _background.submit(zlib.crc32, data)
-            try:
-                self._place(position, data)
-            finally:
-                crc32 = waiting.result()  # the caller may give the memory back, after an error too
-        self._pieces.append(Piece(position, position + len(data), crc32))
+        self._place(position, data)
+        self._digests.append(digest_of_piece(data, position))
 
     def _place(self, position: int, data: memoryview) -> None:
         with named(self._final, OutputError):
@@ -90,7 +75,7 @@ class ShardWriter:
             self.close()
             self._check(ranges, size)
             self._temporary.replace(self._final)
-        self.crc32 = crc32_of_pieces(self._pieces, size)
+        self.digest = sum_up(self._digests)
         return size
 
     def _check(self, ranges: dict[str, tuple[int, int]], size: int) -> None:

@@ -194,8 +194,8 @@ class Filling:
         if isinstance(self.folder, SharedFolder):  # a later part cannot tell what has changed
             files = source_files([shard])
             require_unchanged(self.plan.source, "while it was read; start anew without OUT", files)
-        crc32 = progress.writer.crc32
-        self.folder.record(shard.name, size, crc32, shard.source_bytes, verified)
+        digest = progress.writer.digest
+        self.folder.record(shard.name, size, digest, shard.source_bytes, verified)
         done, shards = len(self.folder.finished), len(self.plan.output.shards)
         _log.info("shard %d of %d written: %s, %s", done, shards, shard.name, units.size(size))
         path = self.folder.out / shard.name

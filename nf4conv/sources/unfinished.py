@@ -40,7 +40,7 @@ class FinishedFile(NamedTuple):
     """A shard that is complete."""
 
     size: int  # bytes
-    crc32: int  # of its content
+    digest: int  # of its content, see output/digest.py
     source_bytes: int = 0  # bytes of the source that it stands for
     # a VerificationSummary, see report/results.py; None without --verify
     verified: Mapping[str, Any] | None = None

@@ -219,7 +219,7 @@ def test_tampered_plans_and_records_are_refused_in_one_line(
         assert shards == {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("key", ["size", "crc32", "sha256", "source_bytes", "verified"])
+@pytest.mark.parametrize("key", ["size", "digest", "sha256", "source_bytes", "verified"])
 def test_a_record_that_was_changed_counts_for_nothing(
     source: Path, tmp_path: Path, unfinished: Callable[[Path], None], key: str
 ):

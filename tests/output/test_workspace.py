@@ -34,7 +34,7 @@ def write_shard(space: Workspace, name: str, value: int = 7) -> None:
     writer = space.open_shard(name, 128, 4)
     writer.write(0, memoryview(bytes([value] * 4)))
     size = writer.finish([("w", "U8", (4,), 0, 4)], b"")
-    space.record(name, size, writer.crc32)
+    space.record(name, size, writer.digest)
 
 
 def interrupted(out: Path, *names: str) -> None:
