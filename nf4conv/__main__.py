@@ -32,6 +32,9 @@ def run() -> NoReturn:
     # A plan makes many small objects that live on. With Python's own threshold, looking for dead
     # ones takes a sixth of the time.
     gc.set_threshold(200_000)
+    # numpy only sums here. As it is imported, OpenBLAS would start a thread for each core, which
+    # takes a quarter of a second of a machine with 16.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from nf4conv.cli import main  # this import takes a moment, in which signals may come
 
     code = 0

@@ -26,7 +26,6 @@ from nf4conv.sources.files import (
 )
 from nf4conv.sources.foreign.integers import Gptq
 from nf4conv.sources.foreign.presenting import decoded_tensors
-from nf4conv.sources.gguf.opening import open_gguf
 from nf4conv.sources.header import MOST_TENSORS, header_json, parse_header
 from nf4conv.sources.pickle_header import read_pickle_header
 from nf4conv.sources.places import from_address, is_repo_id
@@ -110,6 +109,8 @@ def _open(source: str, where: SourceOptions) -> Source:
     try:
         if path.is_file():
             if path.suffix == ".gguf":
+                from nf4conv.sources.gguf.opening import open_gguf  # few runs need to import it
+
                 return open_gguf(path, _folder_of_config(where))
             return _open_file(path)
         if where.gguf_file is not None:
@@ -230,6 +231,8 @@ def _read_head(absent: Absent, path: Path) -> tuple[bytes, int]:
 
 def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
     """Opens a GGUF file of a folder or a repository."""
+    from nf4conv.sources.gguf.opening import open_gguf  # few runs need to import it
+
     if place.is_dir():
         file = place / (where.subfolder or "") / name
         if not file.is_file():
