@@ -116,28 +116,29 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
     return values.masked_fill_(scale == 255, math.nan)  # torch makes a signalling one
 
 
-def byte_values(values: torch.Tensor) -> torch.Tensor:
-    """Returns 8-bit values of any dtype as float32, in their shape.
+def byte_values(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes 8-bit values of any dtype to `out`, float32 in their shape.
 
     Those of FP8 are bits that are moved to where a wider type has them: torch's own cast takes
     several times as long on a CPU, and a table of all pairs leaves no room in a core's cache.
     """
     if values.dtype == torch.float8_e4m3fn:
-        return _e4m3_values(values.view(torch.int8))
-    if values.dtype == torch.float8_e5m2:  # it is the upper half of a float16
+        _e4m3_values(values.view(torch.int8), out)
+    elif values.dtype == torch.float8_e5m2:  # it is the upper half of a float16
         upper = values.view(torch.uint8).to(torch.int16)
-        return upper.bitwise_left_shift_(8).view(torch.float16).to(torch.float32)
-    return values.to(torch.float32)
+        out.copy_(upper.bitwise_left_shift_(8).view(torch.float16))
+    else:
+        out.copy_(values)
 
 
-def _e4m3_values(stored: torch.Tensor) -> torch.Tensor:
-    """Returns the values of E4M3, whose bytes are given as int8, as float32."""
-    bits = stored.to(torch.int32)  # with copies of the sign above bit 7
+def _e4m3_values(stored: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes the values of E4M3, whose bytes are given as int8, to `out`."""
+    bits = out.view(torch.int32)
+    bits.copy_(stored)  # with copies of the sign above bit 7
     bits.bitwise_left_shift_(20).bitwise_and_(-0x78100000)
-    decoded = bits.view(torch.float32).mul_(2.0**120)  # exponents count from there
+    out.mul_(2.0**120)  # exponents count from there
     if stored.numel() and (stored.max() == 127 or stored.view(torch.uint8).max() == 255):
         bits[stored & 127 == 127] |= 0x7FC00000  # NaN
-    return decoded
 
 
 def look_up(pairs: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -187,8 +188,12 @@ def _decode_matrix(
     one is for all. `zero` has the shape of the scales.
     """
     factors = scale_values(scale)
+    room: torch.Tensor | None = None  # of the largest part; it stays in a core's cache
     for part in chunks(values, values.shape[1], block[0]):
-        decoded = byte_values(values[part])
+        if room is None:
+            room = torch.empty(values[part].shape, dtype=torch.float32, device=values.device)
+        decoded = room[: part.stop - part.start]
+        byte_values(values[part], decoded)
         if zero is not None:
             decoded.sub_(_of_rows(zero.float(), part, block, values.shape[1]))
         decoded.mul_(_of_rows(factors, part, block, values.shape[1]))
