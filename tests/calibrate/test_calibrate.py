@@ -198,14 +198,21 @@ def test_a_rerun_finds_the_result(model, text, made):
         nf4conv.quantize(model, made, **options, **CPU)
 
 
-def test_nan_is_named_by_block_and_module(text, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.1.input_layernorm.weight", 1),
+        ("model.embed_tokens.weight", 0),  # of one token, which not all windows have
+    ],
+)
+def test_nan_is_named_by_block_and_module(name, layer, text, tmp_path):
     source = make_model(tmp_path / "model")
-    name = "model.layers.1.input_layernorm.weight"
     file = next(file for file in source.glob("*.safetensors") if name in load_file(file))
     tensors = load_file(file)
     tensors[name][3] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(SourceError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight: .*NaN"):
+    error = rf"model\.layers\.{layer}\.self_attn\.q_proj\.weight: .*NaN"
+    with pytest.raises(SourceError, match=error):
         nf4conv.quantize(source, tmp_path / "out", **options_for(text), **CPU)
     assert not (tmp_path / "out" / "config.json").exists()
     assert not list((tmp_path / "out").glob("*.safetensors"))

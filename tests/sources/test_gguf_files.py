@@ -24,7 +24,7 @@ import nf4conv
 from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.errors import SourceError
 from nf4conv.sources.gguf import tokenizing
-from nf4conv.sources.gguf.header import read_gguf_header, shortest
+from nf4conv.sources.gguf.header import counts_of, read_gguf_header, shortest
 from nf4conv.sources.opening import open_source
 
 TYPES = {
@@ -478,6 +478,12 @@ def test_metadata_and_tensors_that_do_not_fit_are_refused(tmp_path: Path):
         metadata = {key: found for key, found in (LLAMA | changes).items() if found is not None}
         path = write_gguf(tmp_path / "model.gguf", metadata, shapes=SHAPES | shapes)
         assert said in refused(path)
+
+
+def test_counts_are_whole_numbers():
+    assert counts_of({"heads": [4, 0]}, "heads") == [4, 0]
+    for heads in ([True, True], [4, -1], [4.0], 4, None):
+        assert counts_of({"heads": heads}, "heads") == []
 
 
 def test_a_tower_beside_a_text_model_is_noted(tmp_path: Path):

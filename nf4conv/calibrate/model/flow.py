@@ -73,6 +73,10 @@ class Flow:
         catcher = _Catcher(self.blocks.blocks, is_tuple=self.is_tuple, changes=False)
         with planning_error(f"--calibrate: {name} cannot be run on token ids alone"):
             catcher.run(self.model, ids)
+        if catcher.fault:
+            raise PlanError(
+                f"--calibrate: {name} cannot be calibrated on this text: {catcher.fault}"
+            )
         return catcher.hidden, catcher.calls
 
     def predictions(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -138,7 +142,7 @@ class _Catcher:
             self._stop("its blocks are not run one after the other")
         if number == 0:
             self.hidden = hidden
-        elif not torch.equal(hidden, self._returned):
+        elif not torch.equal(hidden.nan_to_num(), self._returned.nan_to_num()):  # NaN is unequal
             self._stop("what a block returns is changed before the next block")
         self.calls.append(Call(args if is_named else args[1:], kwargs, is_named))
         if len(self.calls) == len(self.blocks):

@@ -62,7 +62,8 @@ def counts_of(values: Mapping[str, Any], key: str) -> list[int]:
     found = values.get(key)
     if not isinstance(found, list):
         return []
-    are_counts = all(isinstance(count, int) and 0 <= count <= _LARGEST for count in found)
+    # not a bool, which is an int too
+    are_counts = all(type(count) is int and 0 <= count <= _LARGEST for count in found)
     return found if are_counts else []
 
 
