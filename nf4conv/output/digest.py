@@ -7,6 +7,8 @@ flipped bit and every lost page, at the speed of memory, where a CRC-32 would ta
 disk. It is no guard against anybody who means to deceive.
 """
 
+import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +16,11 @@ from nf4conv.sources.reader import read_chunks
 
 _PAGE: Final = 4096
 _WORD: Final = 8
+
+
+def prepare_digests() -> None:
+    """Imports numpy in a thread of its own, so that it is there when the first piece is written."""
+    threading.Thread(target=import_module, args=("numpy",), daemon=True).start()
 
 
 def digest_of_piece(data: memoryview, position: int) -> int:

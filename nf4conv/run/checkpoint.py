@@ -1,16 +1,15 @@
 """Carries out the plan of one checkpoint: opens devices and the folder, has it filled, reports."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Final
 
 from nf4conv.errors import OutputError
 from nf4conv.options import RunOptions
+from nf4conv.output.digest import prepare_digests
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
@@ -47,8 +46,7 @@ def write_checkpoint(
     started = time.perf_counter()
     require_apart(plan.source.folder, out)
     output = plan.output
-    # digests of what is written need numpy: it is imported while a GPU gets ready
-    threading.Thread(target=import_module, args=("numpy",), daemon=True).start()
+    prepare_digests()  # while a GPU gets ready
     backend = open_device(lambda: output.jobs, output.format, run, is_measured=run.verify)
     device = backend.name
     pipeline = make_pipeline(backend, run, progress)
