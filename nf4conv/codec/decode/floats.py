@@ -188,10 +188,11 @@ def _decode_matrix(
     one is for all. `zero` has the shape of the scales.
     """
     factors = scale_values(scale)
-    room: torch.Tensor | None = None  # of the largest part; it stays in a core's cache
-    for part in chunks(values, values.shape[1], block[0]):
-        if room is None:
-            room = torch.empty(values[part].shape, dtype=torch.float32, device=values.device)
+    parts = list(chunks(values, values.shape[1], block[0]))
+    most = max((part.stop - part.start for part in parts), default=0)
+    # all parts are decoded in it, so that it stays in a core's cache
+    room = torch.empty((most, values.shape[1]), dtype=torch.float32, device=values.device)
+    for part in parts:
         decoded = room[: part.stop - part.start]
         byte_values(values[part], decoded)
         if zero is not None:
