@@ -147,7 +147,7 @@ def read_index(index: Path) -> dict[str, Any]:
     return content
 
 
-def parts_of(name: str) -> list[str]:
+def split_names(name: str) -> list[str]:
     """Returns the names of all files of a split GGUF file, by that of one; or the only one."""
     match = _PART.fullmatch(name)
     if match is None or int(match["count"]) == 0:

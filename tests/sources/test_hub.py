@@ -18,7 +18,7 @@ from safetensors.torch import save
 import nf4conv
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.files import parts_of
+from nf4conv.sources.files import split_names
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.source import Source
 
@@ -377,5 +377,5 @@ def test_importing_and_planning_locally_does_without_huggingface_hub(source: Pat
 
 def test_of_a_split_gguf_only_its_own_files_are_needed():
     names = [f"q/m-0000{number}-of-00002.gguf" for number in (1, 2)]
-    assert parts_of(names[0]) == parts_of(names[1]) == names
-    assert parts_of("q/m.gguf") == ["q/m.gguf"]
+    assert split_names(names[0]) == split_names(names[1]) == names
+    assert split_names("q/m.gguf") == ["q/m.gguf"]

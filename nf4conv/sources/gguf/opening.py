@@ -10,7 +10,7 @@ from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.dtypes import TAGS
 from nf4conv.format.gguf import LAYOUTS, PLAIN
 from nf4conv.models.config import checkpoint_dtype
-from nf4conv.sources.files import STEMS, parts_of, require_own
+from nf4conv.sources.files import STEMS, require_own, split_names
 from nf4conv.sources.gguf.families import GgufFamily, architectures, config_of, families_of
 from nf4conv.sources.gguf.header import GgufTensor, Sizes, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
@@ -82,7 +82,7 @@ def open_gguf(
 
 def _files_of(path: Path, absent: Collection[Path]) -> list[Path]:
     """Returns all files of a split model, or the only one; those that are absent count too."""
-    files = [path.with_name(name) for name in parts_of(path.name)]
+    files = [path.with_name(name) for name in split_names(path.name)]
     for file in files:
         if file not in absent and not file.is_file():
             count = len(files)

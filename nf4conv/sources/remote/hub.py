@@ -13,8 +13,8 @@ from nf4conv.sources.files import (
     MODEL_INDEX,
     auxiliary_names,
     find_weights,
-    parts_of,
     read_index,
+    split_names,
 )
 from nf4conv.sources.places import prefix_of
 from nf4conv.sources.remote.repository import RemoteFile, Repository
@@ -129,7 +129,7 @@ def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Fetche
     if wanted not in repository.files:
         others = sorted(file for file in repository.files if file.endswith(".gguf"))
         raise SourceError(f"{repo}: has no {wanted}; its GGUF files: {', '.join(others) or 'none'}")
-    needed = repository.files.keys() & set(parts_of(wanted))
+    needed = repository.files.keys() & set(split_names(wanted))
     described = [file for file in ("README.md", ".gitattributes") if file in repository.files]
     root = repository.fetch(described, notes_commit=True)
     return root / wanted, _fetched(repository, root, where, needed)
