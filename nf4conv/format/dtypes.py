@@ -26,7 +26,7 @@ _DTYPES: Final = {
     "U8": (8, "uint8"),
     "BOOL": (8, "bool"),
 }
-"""By tag, the bits of an element, and torch's name; none where nothing is computed in it."""
+"""The bits of an element and torch's name of each tag; no name if nothing is computed in it."""
 
 DTYPE_BITS: Final = {tag: bits for tag, (bits, _) in _DTYPES.items()}
 TORCH_NAMES: Final = {tag: name for tag, (_, name) in _DTYPES.items() if name}

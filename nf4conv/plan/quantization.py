@@ -52,7 +52,7 @@ def jobs_of(
 ) -> list[Job]:
     """Returns what is to be done for one tensor of the source.
 
-    Of a weight in 4 bits, `stored` is what it is copied from, or why it is packed anew.
+    `stored` tells what a weight in 4 bits is copied from, or why it is packed anew.
     """
     reason = decision.reason
     if tensor.unmerged is not tensor:

@@ -229,8 +229,8 @@ def verification_report(
     """Composes the report of a checkpoint, whose name in `compared` is empty, or of a diffusers
     pipeline, where names of tensors and files begin with the submodel.
 
-    What is wrong with headers, small tensors and config has been noted; the faults of values are
-    added. `around` holds the faults of the files beside the submodels. `started` is
+    Adds the faults of values to those of headers, small tensors and config, which have been noted
+    before. `around` holds the faults of the files beside the submodels. `started` is
     `time.perf_counter()` when the verification began.
     """
     findings = [*around]
