@@ -16,11 +16,14 @@ from nf4conv.errors import SourceError
 from nf4conv.format.layout import split_component
 from nf4conv.sources.files import find_weights, read_index
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, Severity, check_weight
-from nf4conv.sources.header import read_header
+from nf4conv.sources.header import read_header_with_metadata
 from nf4conv.sources.reader import read_bytes, read_json
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
+
+_FORMATS: Final = ("pt", "tf", "flax", "mlx")
+"""What transformers 4.57 takes as a file's format (modeling_utils.py, load_state_dict)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +163,26 @@ def _read_headers(structure: Structure, files: Sequence[Path]) -> list[Path]:
     readable = []
     for file in files:
         try:
-            header = read_header(file)
+            header, metadata = read_header_with_metadata(file)
         except SourceError as error:
             structure.note_unreadable("files", file, error)
             continue
         readable.append(file)
+        if metadata is not None:
+            _check_metadata(structure, file, metadata)
         for tensor in header:
             other = structure.tensors.setdefault(tensor.name, tensor)
             if other is not tensor:
                 structure.note("files", file, tensor.name, f"also in {other.file.name}")
     return readable
+
+
+def _check_metadata(structure: Structure, file: Path, metadata: object) -> None:
+    """Notes a format that loaders refuse. A file may do without metadata."""
+    found = metadata.get("format") if isinstance(metadata, dict) else metadata
+    if found not in _FORMATS:
+        text = f"its metadata says format {found!r:.40}, not 'pt'; transformers 4.57 refuses it"
+        structure.note("files", file, "", text)
 
 
 def _check_index(

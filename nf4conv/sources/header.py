@@ -49,9 +49,14 @@ Names are divided at their dots, so many dots would take much memory.
 
 def read_header(path: Path) -> tuple[TensorInfo, ...]:
     """Returns the tensors of a safetensors file, in the order of their bytes."""
+    return read_header_with_metadata(path)[0]
+
+
+def read_header_with_metadata(path: Path) -> tuple[tuple[TensorInfo, ...], object]:
+    """Returns the tensors of a safetensors file, and its metadata; None if it has none."""
     with bytes_of(path) as file:
         raw = header_json(path, file)
-    return parse_header(raw, path, file.size)
+    return _parse_header(raw, path, file.size)
 
 
 def header_json(path: Path, file: FileBytes) -> bytes:
@@ -83,6 +88,10 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
     Raises a SourceError if that is no JSON, or has an unknown dtype, an impossible shape, or
     offsets that overlap, leave holes or reach beyond the file.
     """
+    return _parse_header(raw, path, size)[0]
+
+
+def _parse_header(raw: bytes, path: Path, size: int) -> tuple[tuple[TensorInfo, ...], object]:
     try:
         # if a name is given twice, one entry is lost, and its bytes then belong to no tensor
         table = json.loads(raw)
@@ -92,13 +101,13 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
         raise SourceError(
             f"{path}: the safetensors header is malformed: {error}", path=path
         ) from error
-    table.pop(METADATA_KEY, None)
+    metadata = table.pop(METADATA_KEY, None)
     data_start = LENGTH_BYTES + len(raw)
     known: _Known = {}
     tensors = [_parse_entry(path, name, table.pop(name), data_start, known) for name in [*table]]
     tensors.sort(key=attrgetter("start", "stop"))
     _check_coverage(path, tensors, data_start, size)
-    return tuple(tensors)
+    return tuple(tensors), metadata
 
 
 def check_name(path: Path, name: str) -> None:

@@ -321,6 +321,8 @@ DAMAGE: Damages = {
         "header length wrong": raw(lambda content: b"\xff" + content[1:]),
         "offsets overlap": first_offsets_wrong,
         "dtype wrong in the header": header(b'"BF16"', b'"BF61"'),
+        "format wrong in the metadata": header(b'"pt"', b'"rt"'),
+        "no format in the metadata": header(b'"format"', b'"fosmat"'),
     }),
     "stray safetensors": (add_stray, "files", "adapter_model.safetensors"),
     **failing("layout", UP, {
