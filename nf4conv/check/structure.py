@@ -23,7 +23,7 @@ from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
 
 _FORMATS: Final = ("pt", "tf", "flax", "mlx")
-"""What transformers 4.57 takes as a file's format (modeling_utils.py, load_state_dict)."""
+"""The formats that transformers 4.57 accepts in a file's metadata (modeling_utils.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +168,7 @@ def _read_headers(structure: Structure, files: Sequence[Path]) -> list[Path]:
             structure.note_unreadable("files", file, error)
             continue
         readable.append(file)
-        if metadata is not None:
-            _check_metadata(structure, file, metadata)
+        _check_metadata(structure, file, metadata)
         for tensor in header:
             other = structure.tensors.setdefault(tensor.name, tensor)
             if other is not tensor:
@@ -179,7 +178,9 @@ def _read_headers(structure: Structure, files: Sequence[Path]) -> list[Path]:
 
 def _check_metadata(structure: Structure, file: Path, metadata: object) -> None:
     """Notes a format that loaders refuse. A file may do without metadata."""
-    found = metadata.get("format") if isinstance(metadata, dict) else metadata
+    if metadata is None:
+        return
+    found = metadata.get("format") if isinstance(metadata, dict) else None
     if found not in _FORMATS:
         text = f"its metadata says format {found!r:.40}, not 'pt'; transformers 4.57 refuses it"
         structure.note("files", file, "", text)

@@ -56,7 +56,7 @@ def read_header_with_metadata(path: Path) -> tuple[tuple[TensorInfo, ...], objec
     """Returns the tensors of a safetensors file, and its metadata; None if it has none."""
     with bytes_of(path) as file:
         raw = header_json(path, file)
-    return _parse_header(raw, path, file.size)
+    return parse_header(raw, path, file.size)
 
 
 def header_json(path: Path, file: FileBytes) -> bytes:
@@ -82,16 +82,13 @@ def header_json(path: Path, file: FileBytes) -> bytes:
     return head[LENGTH_BYTES:stop]
 
 
-def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
-    """Returns the tensors that a header describes, in the order of their bytes; `raw` is its JSON.
+def parse_header(raw: bytes, path: Path, size: int) -> tuple[tuple[TensorInfo, ...], object]:
+    """Returns the tensors that a header describes, in the order of their bytes, and the file's
+    metadata, None if it has none; `raw` is the header's JSON.
 
     Raises a SourceError if that is no JSON, or has an unknown dtype, an impossible shape, or
     offsets that overlap, leave holes or reach beyond the file.
     """
-    return _parse_header(raw, path, size)[0]
-
-
-def _parse_header(raw: bytes, path: Path, size: int) -> tuple[tuple[TensorInfo, ...], object]:
     try:
         # if a name is given twice, one entry is lost, and its bytes then belong to no tensor
         table = json.loads(raw)

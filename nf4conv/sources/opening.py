@@ -203,7 +203,7 @@ def _read_headers(files: Collection[Path], absent: Absent) -> tuple[TensorInfo, 
     heads = each(partial(_read_head, absent), files)
     for file, (head, size) in zip(files, heads, strict=True):
         if file.suffix == ".safetensors":
-            tensors += parse_header(head, file, size)
+            tensors += parse_header(head, file, size)[0]
         else:
             tensors += read_pickle_header(file)
         if len(tensors) > MOST_TENSORS:

@@ -79,7 +79,8 @@ def test_round_trip(tensors, reserve):
         entries.append((name, dtype, tuple(shape), position, position + size))
         position += size
     header = build_header(entries, reserve)
-    found = parse_header(header[8:], Path("file"), len(header) + position)
+    found, metadata = parse_header(header[8:], Path("file"), len(header) + position)
+    assert metadata == {"format": "pt"}
     expected = [
         (name, dtype, shape, len(header) + a, len(header) + b)
         for name, dtype, shape, a, b in entries
@@ -179,7 +180,7 @@ def test_any_damage_is_a_source_error_or_still_a_header_without_holes(places):
         raw[place % len(raw)] = value
     size = 8 + len(raw) + 33
     try:
-        found = parse_header(bytes(raw), Path("file"), size)
+        found, _ = parse_header(bytes(raw), Path("file"), size)
     except SourceError:
         return
     assert found[0].start == 8 + len(raw)
